@@ -74,7 +74,8 @@ class SeqioDataConfig:
     use_memory_cache: bool = True
     trim_output_features: bool = True
     num_shards: Annotated[int, Range(at_least=1)] = 1
-    converter: Annotated[Converter, Only(t5x=RULE)] = "encoder_decoder"
+    # The model chooses it; no argument of the dataset does.
+    converter: Annotated[Converter, Only(t5x="encoder_decoder")] = "encoder_decoder"
 
 
 @arguments(mtf="mesh_eval_dataset_fn")

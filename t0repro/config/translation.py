@@ -117,7 +117,10 @@ def _fields(
 def _model(config: TrainRun, dialect: Dialect) -> _Items:
     model, arithmetic = config.model, config.model.arithmetic
     # Without smoothing there is nothing to spare.
-    spared = {} if model.label_smoothing else {"smoothing_spares_target": ()}
+    spared: dict[str, Any] = {} if model.label_smoothing else {"smoothing_spares_target": ()}
+    # Only inputs that attend in both directions see later positions.
+    if not model.input_full_attention:
+        spared["one_way_position_buckets"] = ()
     rules: dict[str, Any] = {
         "loss_denominator": _loss_denominator(config, dialect),
         "arithmetic": _fields(arithmetic, "model.arithmetic.", dialect, spared, always=_LOGITS),

@@ -122,7 +122,8 @@ def test_a_run_of_mesh_tensorflows_in_t5xs_words():
     assert expected <= set(translation.bindings)
     assert "model.relative_attention_num_buckets = 8" in translation.missing
     arithmetic = [each for each in translation.missing if each.startswith("model.arithmetic.")]
-    assert len(arithmetic) == len(dataclasses.fields(Arithmetic)) - 2
+    # T5X can bind one; smoothing and a prefix, to which two more belong, this run has not.
+    assert len(arithmetic) == len(dataclasses.fields(Arithmetic)) - 3
 
 
 @pytest.mark.mtf

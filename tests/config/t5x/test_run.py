@@ -25,6 +25,7 @@ from t0repro.config.t5x.gin_files import T5xInputs, parse
 from t0repro.config.t5x.layout import list_differences
 from t0repro.config.t5x.training import read_train_run
 from t0repro.config.table import render
+from t0repro.config.translation import translate
 from t0repro.converters.released import catalog
 from t0repro.errors import UserError
 from t0repro.parameters.shape import ALL_HEURISTIC
@@ -545,6 +546,14 @@ def test_t5xs_decoder_only_model_is_a_language_model(tmp_path):
     assert ours.provenance["model.num_decoder_layers"].endswith("decoder_only.gin:19")
     ours = decoder_only_config(tmp_path, BIDIRECTIONAL, PASSED_THROUGH)
     assert ours.model.input_full_attention and ours.plan.train_data.converter == "pass_through"
+
+
+def test_neither_its_inputs_nor_what_is_passed_through_has_words_in_mesh_tensorflows_dialect(
+    tmp_path,
+):
+    missing = translate(decoder_only_config(tmp_path, BIDIRECTIONAL), "mtf").missing
+    assert "plan.train_data.converter = decoder" in missing
+    assert "model.arithmetic.one_way_position_buckets = True" in missing
 
 
 def test_an_encoder_decoders_features_may_be_passed_through(tmp_path):
