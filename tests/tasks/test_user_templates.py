@@ -25,6 +25,7 @@ from t0repro.tasks.template_registration import register_templates
 from t0repro.tasks.templates import Drop
 
 from ..helpers import commands
+from ..runs.tiny_gin import MODEL, SIZES
 from .prompt_caches import make
 
 VOCABULARY = Path(__file__).resolve().parents[2] / "tasks" / "demo" / "sentencepiece.model"
@@ -578,3 +579,17 @@ def test_every_command_that_takes_tasks_reads_the_files_of_the_variable(data, tm
         env=env,
     )  # fmt: skip
     assert explained.returncode == 0, explained.stderr
+    sizes = [f"--gin_bindings={binding}" for binding in SIZES]
+    files = [f"--gin_file={MODEL}", *sizes, "--gin.DROPOUT_RATE=0.0", "--gin.BATCH_SIZE=8"]
+    named = ["--gin.MIXTURE_OR_TASK_NAME='my_mixture'", "--gin.MODEL_DIR='d'"]
+    trained = commands.run(
+        "t0repro", "train", *files, *named, "--gin_file=t5x/configs/runs/pretrain.gin",
+        "--gin.TRAIN_STEPS=1", "--gin.USE_CACHED_TASKS=False", "--dry_run",
+        "--gin.TASK_FEATURE_LENGTHS={'inputs': 64, 'targets': 16}",
+        env=env, cwd=tmp_path,
+    )  # fmt: skip
+    assert trained.returncode == 0, trained.stderr
+    assert "train: 1 task of my_mixture with the split 'train'" in trained.stdout
+    static = tmp_path / "bench.html"
+    browsed = commands.run("t0repro", "browse", f"--out={static}", env=env)
+    assert browsed.returncode == 0 and "my_reviews_was_it_good_" in static.read_text()
