@@ -20,15 +20,13 @@ from typing import IO, Any, NamedTuple
 import gin.config
 
 import gin
+from gin import resource_reader
 from t0repro import storage
 from t0repro.errors import UserError
 from t0repro.progress import only_records
 
 MACRO = "gin.macro"
 """The configurable under which gin keeps macros; the macro's name is its scope."""
-
-
-# ---- Configurables -------------------------------------------------------------------------------
 
 
 def function_of(selector: str) -> Any:
@@ -120,9 +118,6 @@ def restore_search_path() -> Iterator[None]:
         gin.config._LOCATION_PREFIXES[:] = prefixes
 
 
-# ---- Bindings ------------------------------------------------------------------------------------
-
-
 def bound() -> Mapping[tuple[str, str], Mapping[str, Any]]:
     """(scope, selector) -> argument -> value, as written: references are not resolved."""
     return gin.config._CONFIG
@@ -154,9 +149,6 @@ def resolve_bindings(scope: str, selector: str) -> dict[str, Any]:
 def forget_calls() -> None:
     """Omits all calls so far from gin's operative configuration."""
     gin.config._OPERATIVE_CONFIG.clear()
-
-
-# ---- Values, as written --------------------------------------------------------------------------
 
 
 def is_reference(value: Any) -> bool:
@@ -269,9 +261,6 @@ def format_value(value: Any) -> str:
     return repr(follow_macros(value))
 
 
-# ---- Where each binding came from ----------------------------------------------------------------
-
-
 Key = tuple[str, str, str]  # scope, complete selector, argument
 
 
@@ -372,13 +361,9 @@ def _describe(locations: list[Any], flag: str) -> str:
     innermost = locations[-1]
     if innermost.filename is None:
         return f"{flag} {innermost.line_content.strip()!r}"
-    return f"{_short(innermost.filename)}:{innermost.line_num}"
-
-
-def _short(filename: str) -> str:
-    """A gin file's path, relative to site-packages if it was installed there."""
-    _, installed, inside = PurePath(filename).as_posix().rpartition("/site-packages/")
-    return inside if installed else filename
+    # Of an installed file, the path inside site-packages.
+    path = PurePath(innermost.filename).as_posix().rpartition("/site-packages/")[2]
+    return f"{path}:{innermost.line_num}"
 
 
 def check_bound_addresses(bindings: Bindings) -> None:
@@ -399,9 +384,6 @@ def check_bound_addresses(bindings: Bindings) -> None:
                     storage.check_scheme(part, place or name)
 
 
-# ---- Files and imports ---------------------------------------------------------------------------
-
-
 def file_readers() -> list[tuple[Callable[[str], Any], Callable[[str], bool]]]:
     """Functions with which gin opens files and tests whether they exist, in gin's order."""
     readers: Any = gin.config._FILE_READERS
@@ -413,8 +395,6 @@ def extend_readers() -> None:
 
     It refuses addresses out of reach. Both apply to `include`s too.
     """
-    from gin import resource_reader
-
     readers = file_readers()
     of_packages = resource_reader.system_path_reader
     readers[:] = [
@@ -428,8 +408,6 @@ def extend_readers() -> None:
 
 def _is_in_package(path: str) -> bool:
     """Whether gin finds a file in an installed package: for models/x.gin, in the package models."""
-    from gin import resource_reader
-
     try:
         return resource_reader.system_path_file_exists(path)
     except TypeError:
@@ -450,8 +428,6 @@ def _open_address(path: str) -> IO[str]:
 @contextlib.contextmanager
 def search_only(*folders: str) -> Iterator[None]:
     """Lets gin find files by their path, then in these folders, and nowhere else."""
-    from gin import resource_reader
-
     prefixes, readers = gin.config._LOCATION_PREFIXES, gin.config._FILE_READERS
     gin.config._LOCATION_PREFIXES = ["", *folders]
     # gin's reader of installed packages would find the files of an installed T5X.

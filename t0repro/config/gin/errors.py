@@ -42,8 +42,12 @@ def configuration_errors(bindings: Bindings | None = None, *, t5x: bool = False)
         try:
             yield
         except UserError as error:
-            # gin may have raised a subclass of its own in place of ours (see `_unwrap`).
-            kind = _unwrap(type(error))
+            # gin may raise an object of a subclass that it makes for it, whose __init__ takes no
+            # arguments.
+            classes = type(error).__mro__
+            kind = next(
+                each for each in classes if each is UserError or "__init__" not in vars(each)
+            )
             if error.where and error.fix and kind is type(error) and not place_in_module(error):
                 raise
             where = " in ".join(filter(None, (error.where, place_in_module(error))))
@@ -51,12 +55,6 @@ def configuration_errors(bindings: Bindings | None = None, *, t5x: bool = False)
             raise kind(error.what, where=where, fix=error.fix or _FIX) from error
         except Exception as error:
             raise _describe(error, files, bindings, t5x) from error
-
-
-def _unwrap(kind: type[UserError]) -> type[UserError]:
-    """The class of a UserError before gin appended a place to its message."""
-    # gin raises an object of a subclass that it makes for it, whose __init__ takes no arguments.
-    return next(base for base in kind.__mro__ if base is UserError or "__init__" not in vars(base))
 
 
 def _describe(

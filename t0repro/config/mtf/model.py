@@ -92,7 +92,10 @@ def read_model(arguments: Arguments, vocabulary_sizes: tuple[int, int]) -> Model
     Raises:
       UserError: if the model has a layer or an option that the JAX model lacks.
     """
-    _check_depth(arguments)
+    for scope in ("", "encoder", "decoder"):
+        depth = arguments.read(_MAKE_STACK, scope).get("num_layers")
+        place = arguments.place("num_layers", _MAKE_STACK, scope)
+        check_field(ModelConfig, "num_decoder_layers", depth, place, "num_layers")
     towers = _read_towers(arguments)
     for tower in towers:
         _check_tower(arguments, tower)
@@ -209,16 +212,6 @@ def read_layout(arguments: Arguments, tpu_mesh: str | None) -> Layout:
     return Layout(shards("batch"), shards("d_ff", "heads", "vocab"), topology=topology)
 
 
-def _check_depth(arguments: Arguments) -> None:
-    for scope in ("", "encoder", "decoder"):
-        depth = arguments.read(_MAKE_STACK, scope).get("num_layers")
-        place = arguments.place("num_layers", _MAKE_STACK, scope)
-        check_field(ModelConfig, "num_decoder_layers", depth, place, "num_layers")
-
-
-# ---- What gin binds of each tower ----------------------------------------------------------------
-
-
 def _read_towers(arguments: Arguments) -> list[_Tower]:
     if arguments.model_type != "bitransformer":
         return [_read_tower(arguments, "", _ENCODER_LAYERS, "transformer")]
@@ -277,9 +270,6 @@ def _pad_rows(arguments: Arguments, tower: _Tower, size: int) -> int:
             fix="Bind a whole number, at least 1.",
         )
     return -(-size // divisor) * divisor
-
-
-# ---- What the JAX model supports -----------------------------------------------------------------
 
 
 def _check_tower(arguments: Arguments, tower: _Tower) -> None:
@@ -393,9 +383,6 @@ def _check_sizes_agree(arguments: Arguments, encoder: _Tower, decoder: _Tower) -
                 f"{argument} = {to_self!r} in SelfAttention and {to_encoder!r} in EncDecAttention"
             )
             arguments.refuse(what, argument, "transformer_layers.EncDecAttention", "decoder")
-
-
-# ---- Fields for which an argument itself is not the value ----------------------------------------
 
 
 def _activations(names: str | Sequence[str], exact_gelu: bool) -> tuple[Activation, ...]:

@@ -43,9 +43,6 @@ _PRODUCT = "product_learning_rate"
 _DIMENSIONS = {"vocab", "d_model", "d_ff", "heads", "d_kv", "buckets"}
 
 
-# ---- The optimizer -------------------------------------------------------------------------------
-
-
 def read_optimizer(arguments: Arguments, model: ModelConfig) -> OptimizerConfig | None:
     """The optimizer with its options; names in them are resolved to paths in the model.
 
@@ -127,9 +124,6 @@ def _adafactor_rules(
             path for path, name in names.items() if any(part in name for part in excluded)
         ),
     }
-
-
-# ---- The schedule --------------------------------------------------------------------------------
 
 
 def read_schedule(

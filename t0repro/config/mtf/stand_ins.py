@@ -170,9 +170,6 @@ class _Named:
         return self._make(path) if is_complete else _Named(self._make, path)
 
 
-# ---- The configurables that gin calls while a configuration is read ------------------------------
-
-
 def _get_vocabulary(mixture_or_task_name: Any = None) -> Any:
     """The vocabularies of inputs and targets of the mixture that is named, or that gin binds."""
     name = mixture_or_task_name

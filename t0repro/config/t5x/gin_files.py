@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import gin
 from t0repro.config.gin import door
 from t0repro.config.gin.door import MACRO, Bindings, record_bindings
 from t0repro.config.gin.errors import configuration_errors
@@ -82,8 +83,6 @@ def parse(inputs: T5xInputs) -> Parsed:
       UserError: if a macro has no value, nothing reads an override, or a name is unknown, with the
         nearest right name; and for whatever gin's parser finds wrong.
     """
-    import gin
-
     # Read gin's state inside the block; it is empty afterward.
     with _files_in_gin(inputs) as (bindings, imports):
         program = _program(inputs.run_mode)
@@ -128,8 +127,6 @@ def _macros(reached: Iterable[_Call]) -> list[str]:
 @contextlib.contextmanager
 def _files_in_gin(inputs: T5xInputs) -> Iterator[tuple[Bindings, modules.Imports]]:
     """Parses the files and overrides into gin's state; yields their places and other imports."""
-    import gin
-
     door.extend_readers()
     with (
         configuration_errors(t5x=True),
@@ -166,9 +163,6 @@ def _locate_error(error: WrongArgument, bindings: Bindings) -> UserError:
     name = f"{scope + '/' if scope else ''}{short(error.selector)}.{error.argument}"
     what = f"{name} is {value}; it must be {error.wanted}."
     return UserError(what, where=strip_folder(place), fix=error.fix)
-
-
-# ---- What the program reads ----------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -336,9 +330,6 @@ def _absent_modules(inputs: T5xInputs, absent: Sequence[str]) -> list[str]:
         for line in lines
         if line.module in absent
     ]
-
-
-# ---- The program's arguments, for people ---------------------------------------------------------
 
 
 def _values(reached: Iterable[_Call], bindings: Bindings) -> Iterator[Value]:

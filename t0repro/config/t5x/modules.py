@@ -18,9 +18,10 @@ import importlib
 import importlib.util
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import gin
 from t0repro.config.gin import door
 from t0repro.config.run import UserClass
 from t0repro.config.t5x.arguments import (
@@ -34,7 +35,9 @@ from t0repro.config.t5x.calls import Call
 from t0repro.errors import UserError, nearest_names
 
 _MODEL, _TRAINER = "models.EncoderDecoderModel", "trainer.Trainer"
-_METHODS = dict.fromkeys((_MODEL, DECODER_ONLY), ("loss_fn", "predict_batch_with_aux"))
+_METHODS: Mapping[str, tuple[str, ...]] = dict.fromkeys(
+    (_MODEL, DECODER_ONLY), ("loss_fn", "predict_batch_with_aux")
+)
 # Classes to subclass: (module, name) -> the configurable of T5X's that a subclass stands for.
 _EXTENSIONS = {
     ("t0repro.training.models", "EncoderDecoderModel"): _MODEL,
@@ -60,8 +63,6 @@ class WrongArgument(UserError):
     """
 
     def __init__(self, function: Any, argument: str, value: Any, parameter: Parameter):
-        import gin
-
         self.selector = door.find_selector(function) or function.__name__
         self.scopes, self.argument = tuple(gin.current_scope()), argument
         self.wanted = parameter.type_in_words
@@ -99,8 +100,6 @@ def _make_recorder(
         methods[method] = _make_recorder(method, full_name, taken, taken, None)
 
     def record(**given: Any) -> Call:
-        import gin
-
         required = [key for key, each in parameters.items() if each.default is REQUIRED]
         if missing := [key for key in required if key not in given]:
             raise UserError(
@@ -108,7 +107,10 @@ def _make_recorder(
                 fix="Include the run file and the model file that this one adds to.",
             )
         # Of the methods too, gin has bindings, and these hold while the model is called.
-        arguments = {method: _wrap_for_gin(function)() for method, function in methods.items()}
+        arguments = {
+            method: (gin.get_configurable(each) if door.find_selector(each) else each)()
+            for method, each in methods.items()
+        }
         loss = arguments["loss_fn"].arguments if "loss_fn" in methods else {}
         bound_for_loss = {key: value for key, value in loss.items() if value is not None}
         for argument, parameter in parameters.items():
@@ -134,13 +136,6 @@ def _make_recorder(
         ]
     )
     return record
-
-
-def _wrap_for_gin(function: Any) -> Callable[..., Any]:
-    """Gin's wrapper of a function, which supplies its bindings; the function if it has none."""
-    import gin
-
-    return gin.get_configurable(function) if door.find_selector(function) else function
 
 
 def _call_functions(value: Any) -> Any:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
-from typing import Any
 
 from t0repro.adapters import Adapter
 from t0repro.config.combinations import check_combinations
@@ -44,14 +44,15 @@ def read_train_run(parsed: Parsed) -> TrainRun:
       UserError: For a value without a counterpart here or out of range, with its place.
     """
     program = parsed.program
-    check_refused(program)
+    targets_place = _find_targets_place(parsed)
+    _check_program(program)
     places: dict[str, str] = {}
     source, model_call = T5xSource(program, places), program["model"]
+    check_refused(program)
     plan = _read_plan(program, source)
     train, trainer = plan.train_data, program["trainer_cls"]
     assert isinstance(train, SeqioDataConfig)
-    model = read_model(model_call, source)
-    model = model.with_adapter(program["adapter"], _find_targets_place(parsed))
+    model = read_model(model_call, source).with_adapter(program["adapter"], targets_place)
     model = model.with_choice_loss(program["choice_loss"], places.get("model.loss_denominator"))
     _, targets = read_vocabularies(model_call, source)
     computer = trainer["weight_metrics_computer"]
@@ -84,8 +85,39 @@ def read_train_run(parsed: Parsed) -> TrainRun:
     )
     check_settings(config, config.provenance)
     check_combinations(config)
-    _check(config, program, source)
+    _check_together(config, program, source)
     return config
+
+
+def _check_program(program: Call) -> None:
+    """Refuses what T5X's train refuses in the arguments of its parts."""
+    data = program["train_dataset_cfg"]
+    if data["task_feature_lengths"] is None:
+        data.refuse(
+            "task_feature_lengths",
+            "training needs a length for each feature.",
+            "Set TASK_FEATURE_LENGTHS.",
+        )
+    if program["infer_eval_dataset_cfg"] is not None and program["inference_evaluator_cls"] is None:
+        program.refuse(
+            "inference_evaluator_cls",
+            "infer_eval_dataset_cfg asks for an evaluation, which needs an evaluator.",
+            "Bind @seqio.Evaluator, or train.infer_eval_dataset_cfg = None.",
+        )
+    if program["infer_eval_dataset_cfg"] is not None:
+        check_generates(program["model"], program.places.get("infer_eval_dataset_cfg"))
+    for mode in program["actions"] or {}:
+        if mode not in _ACTION_MODES:
+            words = ", ".join(map(repr, _ACTION_MODES))
+            why, fix = f"it must be one of {words}.", f"Bind one of {words}."
+            program.refuse("actions", why, fix, value=mode)
+    restore = program["checkpoint_cfg"]["restore"]
+    if restore is not None and restore["path"]:
+        why = "training starts from a single checkpoint."
+        if restore["mode"] == "all":
+            restore.refuse("mode", why, "Bind 'specific' or 'latest'.")
+        if not isinstance(restore["path"], str):
+            restore.refuse("path", why, "Give its path, or [] for initialized parameters.")
 
 
 def read_precompile_run(parsed: Parsed) -> TrainRun:
@@ -123,40 +155,23 @@ def read_precompile_run(parsed: Parsed) -> TrainRun:
 
 
 def _read_plan(program: Call, source: T5xSource) -> TrainingPlan:
-    data, evaluator = program["train_dataset_cfg"], program["inference_evaluator_cls"]
-    if data["task_feature_lengths"] is None:
-        data.refuse(
-            "task_feature_lengths",
-            "training needs a length for each feature.",
-            "Set TASK_FEATURE_LENGTHS.",
-        )
-    if program["infer_eval_dataset_cfg"] is not None and evaluator is None:
-        program.refuse(
-            "inference_evaluator_cls",
-            "infer_eval_dataset_cfg asks for an evaluation, which needs an evaluator.",
-            "Bind @seqio.Evaluator, or train.infer_eval_dataset_cfg = None.",
-        )
     user_classes = _read_user_classes(program, source.places)
-    generates = program["infer_eval_dataset_cfg"] is not None and evaluator is not None
+    actions = _read_actions(program, source)
     # A user's model may generate at any time.
-    decodes = generates or "model" in user_classes
-    parts = {
-        part: source.build(program[f"{part.removesuffix('_data')}_dataset_cfg"], f"plan.{part}.")
-        for part in ("train_data", "train_eval_data", "infer_eval_data")
-    }
+    decodes = program["infer_eval_dataset_cfg"] is not None or "model" in user_classes
     converter = read_converter(program["model"])
+    parts = {}
     for part in ("train_data", "train_eval_data"):
-        if parts[part] is not None:
-            parts[part] = dataclasses.replace(parts[part], converter=converter)
-    if program["infer_eval_dataset_cfg"] is not None:
-        check_generates(program["model"], program.places.get("infer_eval_dataset_cfg"))
+        call = program[f"{part.removesuffix('_data')}_dataset_cfg"]
+        data = source.build(call, f"plan.{part}.")
+        parts[part] = data and dataclasses.replace(data, converter=converter)
     return read(
         TrainingPlan,
         source,
         source.places,
         "plan.",
         **parts,
-        actions=_read_actions(program, source),
+        actions=actions,
         user_classes=user_classes,
         decoding=read_decoding(program["model"], source, "plan.decoding.") if decodes else None,
     )
@@ -183,23 +198,16 @@ def _read_actions(
     program: Call, source: T5xSource
 ) -> Mapping[ActionMode, tuple[ActionConfig, ...]]:
     """The actions on metrics, by the metrics' origin."""
-    actions: dict[Any, tuple[ActionConfig, ...]] = {}
-    for mode, items in (program["actions"] or {}).items():
-        if mode not in _ACTION_MODES:
-            words = ", ".join(map(repr, _ACTION_MODES))
-            why, fix = f"it must be one of {words}.", f"Bind one of {words}."
-            program.refuse("actions", why, fix, value=mode)
-        actions[mode] = source.build(items, "plan.actions.")
-        for item in actions[mode]:
-            if not isinstance(item, EarlyStoppingConfig | TerminateOnNanConfig | UserClass):
-                kind = type(item)
-                raise UserError(
-                    f"{program.shown}.actions has an object of {kind.__module__}."
-                    f"{kind.__qualname__}, which is not an action.",
-                    where=program.places.get("actions"),
-                    fix="Derive its class from t0repro.training.trainer.BaseAction"
-                    " (docs/trainer.md).",
-                )
+    actions = source.build(program["actions"] or {}, "plan.actions.")
+    for item in itertools.chain(*actions.values()):
+        if not isinstance(item, EarlyStoppingConfig | TerminateOnNanConfig | UserClass):
+            kind = type(item)
+            raise UserError(
+                f"{program.shown}.actions has an object of {kind.__module__}."
+                f"{kind.__qualname__}, which is not an action.",
+                where=program.places.get("actions"),
+                fix="Derive its class from t0repro.training.trainer.BaseAction (docs/trainer.md).",
+            )
     return actions
 
 
@@ -214,15 +222,12 @@ def _find_targets_place(parsed: Parsed) -> str | None:
     return next(places, parsed.program.places.get("adapter"))
 
 
-def _check(config: TrainRun, program: Call, source: T5xSource) -> None:
-    """Refuses what T5X's train refuses, before reading any data or checkpoint."""
-    restore = program["checkpoint_cfg"]["restore"]
-    if (plan := config.plan).restore is not None:
-        why = "training starts from a single checkpoint."
-        if plan.restore.mode == "all":
-            restore.refuse("mode", why, "Bind 'specific' or 'latest'.")
-        if not isinstance(plan.restore.path, str):
-            restore.refuse("path", why, "Give its path, or [] for initialized parameters.")
+def _check_together(config: TrainRun, program: Call, source: T5xSource) -> None:
+    """Refuses settings that do not go together, of a batch, of its features and of periods.
+
+    T5X trains in rounds of the shortest period and acts between them, so others must divide.
+    """
+    plan = config.plan
     assert plan.train_data is not None
     for name, parts in (
         ("trainer.Trainer.num_microbatches", config.num_microbatches),
@@ -239,11 +244,6 @@ def _check(config: TrainRun, program: Call, source: T5xSource) -> None:
                 "the data have no length for inputs, so examples are targets alone.",
                 "Bind False, or give a length for inputs in TASK_FEATURE_LENGTHS.",
             )
-    _check_periods(plan, source)
-
-
-def _check_periods(plan: TrainingPlan, source: T5xSource) -> None:
-    """Refuses periods that are not multiples of the shortest."""
     periods = {
         "train.eval_period": plan.evaluation_period,
         "utils.SaveCheckpointConfig.period": (plan.save and plan.save.period) or 0,
@@ -251,7 +251,6 @@ def _check_periods(plan: TrainingPlan, source: T5xSource) -> None:
     }
     # 0 turns a period off.
     named = {name: period for name, period in periods.items() if period}
-    # T5X trains in rounds of the shortest period and acts between them, so it refuses them too.
     shortest = min(named.values(), default=1)
     for name, period in named.items():
         if period % shortest:
