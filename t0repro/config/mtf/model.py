@@ -338,8 +338,10 @@ def _check_encoder_and_decoder(
     if rows[0] != rows[1]:
         arguments.refuse("separate embeddings of encoder and decoder", "vocab_divisor", _TOWER)
     for argument in ("input_full_attention", "loss_on_targets_only"):
-        if decoder.options[argument]:
-            arguments.refuse(f"{argument} with an encoder", argument, _TOWER)
+        for tower in (decoder, encoder):
+            if tower.options[argument]:
+                what = f"{argument} with an encoder"
+                arguments.refuse(what, argument, _TOWER, tower.scope)
     names = (encoder.name, decoder.name)
     # ("decoder", "decoder") is how bi_v1_shared makes its towers share variables.
     if names not in (("encoder", "decoder"), ("decoder", "decoder")):
