@@ -46,6 +46,13 @@ _FIELDS = {
     ("T5Config", "num_encoder_layers"): "num_encoder_layers",
     ("T5Config", "num_decoder_layers"): "num_decoder_layers",
     ("T5Config", "logits_via_embedding"): "tied",
+    ("TransformerConfig", "emb_dim"): "d_model",
+    ("TransformerConfig", "mlp_dim"): "d_ff",
+    ("TransformerConfig", "num_heads"): "num_heads",
+    ("TransformerConfig", "head_dim"): "d_kv",
+    ("TransformerConfig", "vocab_size"): "vocab_size",
+    ("TransformerConfig", "num_layers"): "num_decoder_layers",
+    ("TransformerConfig", "logits_via_embedding"): "tied",
 }
 # Bindings in mesh_tensorflow's defaults.gin, which every run reads first, from a model's macros.
 _DEFAULTS = {
@@ -61,6 +68,7 @@ _ARITHMETIC = {
     ("sublayer_rms_norm", "epsilon"): "epsilon",
     ("T5Config", "mlp_activations"): "activations",
     ("T5Config", "scale_attn_logits"): "scale_queries",
+    ("TransformerConfig", "mlp_activations"): "activations",
     ("jax_model", "relative_attention_max_distance"): "max_distance",
     ("jax_model", "exact_gelu"): "exact_gelu",
     ("jax_model", "scale_tied_logits"): "scale_tied_logits",

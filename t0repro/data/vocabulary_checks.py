@@ -61,13 +61,14 @@ def seqio_vocabulary(record: Any) -> Any:
     )
 
 
-def check_vocabularies(name: str, inputs: Any, outputs: Any) -> None:
+def check_vocabularies(name: str, inputs: Any, outputs: Any, *, decoder_only: bool = False) -> None:
     """Checks that a task or mixture uses its model's vocabularies.
 
     Args:
       name: The task or mixture.
       inputs: The record of the model's vocabulary for inputs.
       outputs: The record of its vocabulary for targets.
+      decoder_only: Whether the model is T5X's DecoderOnlyModel.
 
     Raises:
       UserError: If one differs, or there is no such task.
@@ -84,7 +85,7 @@ def check_vocabularies(name: str, inputs: Any, outputs: Any) -> None:
             raise UserError(
                 f"The {feature} of {name!r} are encoded with another vocabulary than the model's:"
                 f" {shown(task_vocabulary)} instead of {shown(model_vocabulary)}.",
-                where="models.EncoderDecoderModel",
+                where=f"models.{'DecoderOnlyModel' if decoder_only else 'EncoderDecoderModel'}",
                 fix=f"Give the model the task's{_bindings(task_vocabulary)}, or choose a task with"
                 f" the model's{_variable(task_vocabulary, model_vocabulary)}.",
             )
@@ -104,7 +105,7 @@ def check_own_tokenizer(ref: CheckpointRef, *records: Any) -> None:
     own_tokenizer.check_own_tokenizer([ref.folder], *vocabularies)
 
 
-def check_rows(vocab_size: int, *vocabularies: Any) -> None:
+def check_rows(vocab_size: int, *vocabularies: Any, decoder_only: bool = False) -> None:
     """Checks that a model's embedding has a row for each token of its vocabularies.
 
     A smaller vocabulary is usual: T5 pads its embedding to a multiple of 128 rows.
@@ -112,6 +113,7 @@ def check_rows(vocab_size: int, *vocabularies: Any) -> None:
     Args:
       vocab_size: The embedding's number of rows.
       *vocabularies: Records of the model's vocabularies.
+      decoder_only: Whether the model is T5X's DecoderOnlyModel.
 
     Raises:
       UserError: If a vocabulary is larger.
@@ -120,7 +122,7 @@ def check_rows(vocab_size: int, *vocabularies: Any) -> None:
         tasks_vocabulary.check_rows(
             _describe_vocabulary(record) or seqio_vocabulary(record),
             vocab_size,
-            where="network.T5Config.vocab_size",
+            where=f"network.{'TransformerConfig' if decoder_only else 'T5Config'}.vocab_size",
             fix="Make it a multiple of 128 that is not smaller.",
         )
 

@@ -274,8 +274,8 @@ def _data(
         checks.check_tokens(tasks, model)
     checks.check_lengths(name, data.sequence_length, data.converter)
     checks.check_features(tasks, split, data.sequence_length, use_cached=data.use_cached)
-    check_vocabularies(name, *vocabularies)
-    check_rows(model.vocab_size, *vocabularies)
+    check_vocabularies(name, *vocabularies, decoder_only=model.decoder_only)
+    check_rows(model.vocab_size, *vocabularies, decoder_only=model.decoder_only)
     yield f"the tasks' vocabularies are the model's ({model.vocab_size:,} rows)"
     if trains and data.trim_output_features:
         note_truncation(tasks, split, data.sequence_length, use_cached=data.use_cached)

@@ -256,19 +256,25 @@ def _settings(config: TrainRun) -> dict[str, Any]:
     return json.loads(json.dumps(settings))
 
 
+def _spread_arithmetic(settings: dict[str, Any]) -> dict[str, Any]:
+    """Gives each setting of the arithmetic a name of its own: another version has more or fewer."""
+    arithmetic = settings.pop("model.arithmetic", {})
+    return settings | {f"model.arithmetic.{name}": value for name, value in arithmetic.items()}
+
+
 def _check_record(path: Path, config: TrainRun) -> None:
     """Refuses model or optimizer settings that differ from those that trained the checkpoints."""
     if not path.is_file():
         return
     try:
-        before = dict(json.loads(path.read_text(encoding="utf-8")))
+        before = _spread_arithmetic(dict(json.loads(path.read_text(encoding="utf-8"))))
     except (ValueError, TypeError) as error:
         raise UserError(
             f"The record of this folder's training cannot be read: {error}.",
             where=str(path),
             fix="Delete it to continue without comparing settings.",
         ) from error
-    now, places = _settings(config), config.provenance
+    now, places = _spread_arithmetic(_settings(config)), config.provenance
     # Skip settings that only one side has: they come from another version of this program, or from
     # another optimizer, which the setting "optimizer" reports.
     changed = [name for name in now if name in before and now[name] != before[name]]

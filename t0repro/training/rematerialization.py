@@ -145,6 +145,10 @@ def batch_shapes(run: TrainRun) -> dict[str, tuple[int, int]]:
         shapes = {"inputs": (rows, inputs), **shapes}
     if data is not None and data.pack:
         shapes |= {f"{name}_segmentation": shape for name, shape in shapes.items()}
+    if converter != "encoder_decoder":
+        shapes["loss_weights"] = shapes["targets"]
+    if converter == "decoder" and run.model.input_full_attention:
+        shapes["full_attention"] = shapes["targets"]
     return shapes
 
 

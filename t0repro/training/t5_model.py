@@ -247,7 +247,9 @@ class T5Model(BaseModel):
                 where="the batches",
                 fix=f"Train this model on a task with {' and '.join(needed)}.",
             )
-        if self.module.config.input_full_attention and "loss_weights" in renamed:
+        # Of data that processes share, a process has seen its own rows before they were shared.
+        is_here = getattr(renamed["targets"], "is_fully_addressable", True)
+        if self.module.config.input_full_attention and "loss_weights" in renamed and is_here:
             check_full_attention(renamed)
         return {name: renamed[name] for name in FEATURE_NAMES.values() if name in renamed}
 

@@ -87,8 +87,9 @@ def test_a_released_model_s_gin_file_is_read_through_its_includes(
     assert "bi_bert_base.gin:5" in str(caught.value.where)
 
 
-def test_t5x_s_words_are_understood(tiny_family, gin_file):
-    text = "network.T5Config:\n  emb_dim = 128\n  head_dim = 64\n  vocab_size = 128\n"
+@pytest.mark.parametrize("configurable", ["T5Config", "TransformerConfig"])
+def test_t5x_s_words_are_understood(configurable, tiny_family, gin_file):
+    text = f"network.{configurable}:\n  emb_dim = 128\n  head_dim = 64\n  vocab_size = 128\n"
     assert check_gin_file(gin_file(text), tiny_family) == []
     wider = dataclasses.replace(tiny_family, vocab_size=256)
     with pytest.raises(UserError, match="`vocab_size = 128` .* whose vocab_size is 256"):

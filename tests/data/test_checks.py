@@ -165,6 +165,9 @@ def test_the_tasks_of_bytes_are_byt5s(with_vocabulary):
     of_bytes = records.ByteVocabulary()
     check_vocabularies(name, of_bytes, of_bytes)
     check_rows(259, of_bytes)
+    with pytest.raises(UserError) as error:
+        check_rows(200, of_bytes, decoder_only=True)
+    assert error.value.where == "network.TransformerConfig.vocab_size"
     # T5's model is not one of bytes, though T0REPRO_VOCAB stands in for its file otherwise.
     of_t5 = records.SentencePieceVocabulary(sentencepiece_model_file=DEFAULT_ADDRESS)
     with pytest.raises(UserError, match="another vocabulary than the model's") as error:

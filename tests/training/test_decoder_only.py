@@ -10,6 +10,7 @@ from t0repro.config.model import DTypePolicy
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.training.models import make_model
+from t0repro.training.rematerialization import batch_shapes
 
 from ..config.t5x_trainings import BIDIRECTIONAL, decoder_only_config
 
@@ -145,3 +146,14 @@ def test_a_batch_that_does_not_say_which_are_inputs_is_refused(change, why, tmp_
     change(batch)
     with pytest.raises(UserError, match=why):
         model.features(batch)
+
+
+def test_the_compiled_steps_batch_has_the_features_that_are_trained_on(tmp_path):
+    shapes = batch_shapes(decoder_only_config(tmp_path, BIDIRECTIONAL))
+    model = make_model(
+        T5(
+            decoder_only_config(tmp_path, BIDIRECTIONAL).model,
+            DTypePolicy("float32", "float32", "float32"),
+        )
+    )
+    assert shapes.keys() == model.features(BATCH).keys() - {"decoder_inputs"}

@@ -1,6 +1,7 @@
 """What is refused before training goes on in a model_dir, and what the folder holds afterward."""
 
 import dataclasses
+import json
 import shutil
 
 import numpy as np
@@ -101,6 +102,18 @@ def test_activations_in_another_order_are_refused_with_their_place(model_dir):
     with pytest.raises(UserError, match=r"model\.activations was .*my\.gin:7"):
         check(model_dir, model=swapped, provenance=places)
     check(model_dir, model=swapped, provenance=places, allow_changed=True)
+
+
+def test_a_setting_of_the_arithmetic_that_came_later_changes_nothing_and_others_do(model_dir):
+    record = model_dir / "trained_with.json"
+    settings = json.loads(record.read_text())
+    del settings["model.arithmetic"]["one_way_position_buckets"]
+    record.write_text(json.dumps(settings))
+    check(model_dir)
+    settings["model.arithmetic"]["cast_before_norm_scale"] ^= True
+    record.write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=r"model\.arithmetic\.cast_before_norm_scale was True"):
+        check(model_dir)
 
 
 def test_a_checkpoint_renamed_to_another_step_is_refused(model_dir):

@@ -91,13 +91,13 @@ def read_train_run(parsed: Parsed) -> TrainRun:
 
 def _check_program(program: Call) -> None:
     """Refuses what T5X's train refuses in the arguments of its parts."""
-    data = program["train_dataset_cfg"]
-    if data["task_feature_lengths"] is None:
-        data.refuse(
-            "task_feature_lengths",
-            "training needs a length for each feature.",
-            "Set TASK_FEATURE_LENGTHS.",
-        )
+    for data in (program["train_dataset_cfg"], program["train_eval_dataset_cfg"]):
+        if data is not None and data["task_feature_lengths"] is None:
+            data.refuse(
+                "task_feature_lengths",
+                "training needs a length for each feature.",
+                "Set TASK_FEATURE_LENGTHS.",
+            )
     if program["infer_eval_dataset_cfg"] is not None and program["inference_evaluator_cls"] is None:
         program.refuse(
             "inference_evaluator_cls",
@@ -236,9 +236,9 @@ def _check_together(config: TrainRun, program: Call, source: T5xSource) -> None:
         setting = source.find(name)
         assert setting is not None
         check_divides(setting.name, parts, config.batch_size, setting.place)
-    lengths = plan.train_data.sequence_length or {}
-    if config.model.input_full_attention and plan.train_data.converter == "decoder":
-        if "inputs" not in lengths:
+    for data in (plan.train_data, plan.train_eval_data):
+        is_read = data is not None and data.converter == "decoder"
+        if config.model.input_full_attention and is_read and "inputs" not in data.sequence_length:
             program["model"].refuse(
                 "inputs_bidirectional_attention",
                 "the data have no length for inputs, so examples are targets alone.",

@@ -592,6 +592,21 @@ def test_an_encoder_decoders_features_may_be_passed_through(tmp_path):
             "inputs_bidirectional_attention = True: the data have no length for inputs",
         ),
         (
+            [
+                "from t5x import utils",
+                BIDIRECTIONAL,
+                "train_eval/utils.DatasetConfig.task_feature_lengths = {'targets': 6}",
+            ],
+            "inputs_bidirectional_attention = True: the data have no length for inputs",
+        ),
+        (
+            [
+                "from t5x import utils",
+                "train_eval/utils.DatasetConfig.task_feature_lengths = None",
+            ],
+            "needs a length for each feature",
+        ),
+        (
             ["models.DecoderOnlyModel.feature_converter_cls = @seqio.EncDecFeatureConverter"],
             "DecoderFeatureConverter does",
         ),
