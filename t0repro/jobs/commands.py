@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from t0repro.config.t5x import gin_files
 from t0repro.config.t5x.gin_files import T5xInputs
 from t0repro.errors import UserError
 from t0repro.jobs.job import INTERPRETER
+from t0repro.progress import say
 from t0repro.runs.checkpoint_checks import NO_CHECKPOINT_YET
 
 MODEL_DIR, MIXTURE, CHECKPOINT, TRAIN_STEPS, OUTPUT = (
@@ -25,6 +27,7 @@ MODEL_DIR, MIXTURE, CHECKPOINT, TRAIN_STEPS, OUTPUT = (
 )
 _RUN_MODES = ("train", "eval")
 _RANKING = "rank-eval"
+_SKIP_MISSING = re.compile(r"\s--skip[_-]missing(?!\S)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,9 +107,22 @@ class JobSettings:
 
 
 def add_skip_missing(build_target: str) -> str:
-    """A build target with --skip_missing; a command of one's own stays as it is."""
+    """A build target with --skip_missing; a command of one's own stays as it is, with a note."""
+    if _is_command(build_target):
+        say(f"note: --skip_missing is not handed on to the jobs' own command, {build_target!r}")
+        return build_target
+    return f"{drop_skip_missing(build_target)} --skip_missing"
+
+
+def drop_skip_missing(build_target: str) -> str:
+    """A build target without --skip_missing; a command of one's own stays as it is."""
+    return build_target if _is_command(build_target) else _SKIP_MISSING.sub("", build_target)
+
+
+def _is_command(build_target: str) -> bool:
+    """Whether a build target is a command of one's own, maybe one that cannot be split."""
     target = "".join(build_target.split()[:1]).rpartition(":")[2]
-    return f"{build_target} --skip_missing" if target in (*_RUN_MODES, _RANKING) else build_target
+    return target not in (*_RUN_MODES, _RANKING)
 
 
 def _filled(words: list[str], values: Mapping[str, str | int]) -> list[str]:

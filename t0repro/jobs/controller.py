@@ -21,7 +21,7 @@ import time
 import urllib.parse
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from t0repro import storage
 from t0repro.converters import sources
@@ -357,18 +357,26 @@ class Controller:
     # ---- The folder ----------------------------------------------------------------------------
 
     def _check_settings(self) -> None:
-        """Refuses a folder in which other jobs were started; new mixtures are allowed."""
+        """Refuses a folder in which other jobs were started.
+
+        New mixtures are allowed, and --skip_missing, which a run may be resumed with or without.
+        """
         path = self._folder / SETTINGS
-        now = dataclasses.asdict(self._settings) | {"mixtures": None}
-        text = json.dumps(now, indent=1) + "\n"
+        text = _settings_text(dataclasses.asdict(self._settings))
         any_started = any(each.attempt for each in self._journal.progress.values())
-        if any_started and path.exists() and path.read_text() != text:
+        if any_started and path.exists() and _settings_text(json.loads(path.read_text())) != text:
             raise UserError(
                 "The folder's results came from jobs with other settings.",
                 where=str(path),
                 fix=f"Give the same settings, or rename {self._folder} to start over.",
             )
         write_atomically(path, text)
+
+
+def _settings_text(settings: dict[str, Any]) -> str:
+    """The settings that a folder's jobs have in common, as JSON."""
+    target = commands.drop_skip_missing(settings["build_target"])
+    return json.dumps(settings | {"mixtures": None, "build_target": target}, indent=1) + "\n"
 
 
 def _name_of(point: Point) -> str:

@@ -31,13 +31,14 @@ def test_commands_that_share_a_group_have_all_of_its_options_alike(group, comman
         assert {name: other[name] for name in names} == {name: first[name] for name in names}
 
 
-def test_t0s_command_has_the_options_of_auxiliary_jobs_with_the_same_defaults():
+def test_t0s_command_has_the_options_of_auxiliary_jobs_with_the_same_defaults_and_hands_them_on():
     code = """
 import dataclasses
 from absl import flags
 from t0repro.cli import t5_mesh_transformer
 from t0repro.cloud.auxiliary_options import AuxiliaryOptions
-t5_mesh_transformer.define_group(AuxiliaryOptions)
+from t0repro.errors import UserError
+t5_mesh_transformer.define_flags()
 flags.FLAGS(["t5", "--max_failures=2", "--time_limit=1.5", "--main_metric=accuracy"])
 for field in dataclasses.fields(AuxiliaryOptions):
     if getattr(flags.FLAGS, field.name) != field.default:
@@ -46,9 +47,16 @@ try:
     flags.FLAGS(["t5", "--max_parallel=0"])
 except flags.IllegalFlagValueError:
     print("refused")
+target = "--auxiliary_job_build_target_path=eval '"
+flags.FLAGS(["t5", "--model_dir=d", "--skip_missing", "--auxiliary_job_mixtures=m", target])
+try:
+    with t5_mesh_transformer.jobs_during_training(flags.FLAGS):
+        pass
+except UserError as error:
+    print(error.where)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [
         "replace_gin_file True", "max_failures 2", "time_limit 1.5", "main_metric accuracy",
-        "refused",
+        "refused", "--auxiliary_job_build_target_path=eval ' --skip_missing",
     ]  # fmt: skip

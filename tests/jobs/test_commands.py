@@ -3,7 +3,8 @@
 import pytest
 
 from t0repro.errors import UserError
-from t0repro.jobs.commands import JobSettings, add_skip_missing, check
+from t0repro.jobs.commands import JobSettings, add_skip_missing, check, drop_skip_missing
+from t0repro.progress import heard_by
 
 EVAL = "t5x/examples/t5/t5_1_1/examples/base_wmt14enfr_eval.gin"
 TRAIN = "t5x/examples/t5/t5_1_1/examples/base_wmt14enfr_train.gin"
@@ -151,6 +152,11 @@ def test_any_command_gets_the_values_where_it_names_them_or_after_it():
 
 def test_skip_missing_is_handed_on_to_jobs_of_this_projects_own():
     for target in ("eval", "//t5x:eval", "train", "rank-eval --module_import my.tasks"):
-        assert add_skip_missing(target) == f"{target} --skip_missing"
-    for target in ("", "bash eval.sh", "'"):
-        assert add_skip_missing(target) == target
+        for given in (target, f"{target} --skip_missing", f"{target} --skip-missing"):
+            assert add_skip_missing(given) == f"{target} --skip_missing"
+            assert drop_skip_missing(given) == target
+    said: list[str] = []
+    for target in ("", "bash eval.sh --skip_missing", "'"):
+        with heard_by(said.append):
+            assert add_skip_missing(target) == drop_skip_missing(target) == target
+    assert len(said) == 3 and "not handed on to the jobs' own command, 'bash eval.sh" in said[1]

@@ -206,6 +206,23 @@ def test_other_settings_are_refused_while_results_of_the_first_are_there(tmp_pat
         work_once(model_dir, "false", "a")
 
 
+def test_jobs_are_resumed_with_skip_missing_or_without_it(tmp_path):
+    model_dir = tmp_path / "model"
+    save_checkpoints(model_dir, 3)
+    target = "rank-eval --no_such_option"  # ends at once
+    work_once(model_dir, target, "a", max_failures=1)
+    shutil.rmtree(checkpoint_path(model_dir, 3))  # and nothing is left to do
+    settings = model_dir / "auxiliary" / "settings.json"
+    began_without = settings.read_text()
+    began_with = began_without.replace("option", "option --skip_missing")
+    for began in (began_without, began_with):
+        for now in (target, f"{target} --skip_missing"):
+            settings.write_text(began)
+            work_once(model_dir, now, "a")
+            with pytest.raises(UserError, match="other settings"):
+                work_once(model_dir, f"{now} --limit 3", "a")
+
+
 CONTROLLER = """
 import sys
 from pathlib import Path
