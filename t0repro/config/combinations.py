@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from t0repro.config.data import SeqioDataConfig
 from t0repro.config.optimizer import MultiOptimizerConfig
 from t0repro.config.run import TrainRun
 from t0repro.errors import UserError
@@ -85,6 +86,11 @@ def _refused_with_choice_loss(config: TrainRun) -> dict[str, str]:
     if data is not None and data.pack:
         refused["plan.train_data.pack"] = (
             "a row holds one example with its choices. Bind pack = False."
+        )
+    if isinstance(data, SeqioDataConfig) and data.converter != "encoder_decoder":
+        refused["plan.train_data.converter"] = (
+            "batches are made of examples and their choices. Remove the binding of"
+            " feature_converter_cls."
         )
     if data is not None and data.use_cached:
         refused["plan.train_data.use_cached"] = (

@@ -14,7 +14,7 @@ from t0repro.training.start import Start
 from t0repro.training.t5_model import T5Model
 from t0repro.training.trainer import NumpyBatch
 
-_TOKENS = {"inputs", "targets"}
+_TOKENS = {"inputs", "targets", "decoder_inputs"}
 
 
 @runtime_checkable
@@ -105,8 +105,15 @@ class Feed:
         vocab_size = self._vocab_size
         for batch in batches:
             for name in _TOKENS & batch.keys():
+                # A negative target is a token without loss.
+                if name != "targets" and (smallest := batch[name].min(initial=0)) < 0:
+                    raise UserError(
+                        f"A batch has the token {smallest:,}, which no vocabulary has.",
+                        where=name,
+                        fix="Let the task give tokens of its vocabulary, and 0 as padding.",
+                    )
                 # XLA clamps an index out of range: the run would train on the last embedding.
-                if (largest := batch[name].max(initial=0)) >= vocab_size:
+                if (largest := abs(batch[name]).max(initial=0)) >= vocab_size:
                     raise UserError(
                         f"A batch has the token {largest:,}, but the model's vocabulary is"
                         f" {vocab_size:,}.",

@@ -15,7 +15,7 @@ import pytest
 from t0repro.adapters import ia3
 from t0repro.config.choices import ChoiceLoss
 from t0repro.config.combinations import check_combinations
-from t0repro.config.data import TrainDataConfig
+from t0repro.config.data import SeqioDataConfig, TrainDataConfig
 from t0repro.config.run import TrainRun
 from t0repro.data.choice_batches import Choices, make_choice_batch
 from t0repro.errors import UserError
@@ -227,6 +227,17 @@ def test_data_that_has_no_choices_is_refused(change):
     check_combinations(dataclasses.replace(config, plan=plan))
     plan = dataclasses.replace(plan, train_data=dataclasses.replace(data, **change))
     with pytest.raises(UserError, match=next(iter(change))):
+        check_combinations(dataclasses.replace(config, plan=plan))
+
+
+def test_data_whose_features_are_passed_through_have_no_choices():
+    data = SeqioDataConfig("a", LENGTHS, "train", batch_size=1, shuffle=True, seed=0)
+    config = tiny.run_config("", 1, model=with_loss())
+    plan = dataclasses.replace(config.plan, train_data=data)
+    check_combinations(dataclasses.replace(config, plan=plan))
+    passed = dataclasses.replace(data, converter="pass_through")
+    plan = dataclasses.replace(plan, train_data=passed)
+    with pytest.raises(UserError, match="feature_converter_cls"):
         check_combinations(dataclasses.replace(config, plan=plan))
 
 

@@ -3,10 +3,15 @@ import json
 import numpy as np
 import pytest
 
+from t0repro.config.model import Layout
 from t0repro.errors import UserError
+from t0repro.partitioning.devices import choose
 from t0repro.progress import heard_by
 from t0repro.runs.train import train
 from t0repro.training.checkpoints import checkpoint_path, list_checkpoints, load_tree
+from t0repro.training.feed import Feed
+from t0repro.training.start import Start
+from t0repro.training.t5_model import T5Model
 from t0repro.training.train_state import to_flat_tree
 
 from ..helpers import tiny_models as tiny
@@ -71,6 +76,22 @@ def test_a_token_beyond_the_vocabulary_is_an_error_and_not_the_last_one(tmp_path
     second["targets"][0, 0] = size
     with pytest.raises(UserError, match=f"the token {size}, but .* vocabulary is {size}"):
         run(tmp_path, 2, [first, second])
+
+
+@pytest.mark.parametrize(
+    ("name", "token", "why"),
+    [
+        ("targets", -900, "the token 900, but"),
+        ("decoder_inputs", 900, "the token 900, but"),
+        ("decoder_inputs", -1, "the token -1, which"),
+    ],
+)
+def test_what_a_decoder_reads_is_checked_against_the_vocabulary(name, token, why):
+    batches, model = [{name: np.array([[3, token]])}], T5Model(tiny.model())
+    feed = Feed(batches, 1, model, choose(Layout(), tiny.MODEL))
+    with pytest.raises(UserError, match=why) as refused:
+        list(feed.open(Start(tiny.new_state(), 0)))
+    assert refused.value.where == name
 
 
 def test_batches_without_targets_are_refused_by_name(tmp_path):
