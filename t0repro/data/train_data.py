@@ -248,7 +248,12 @@ def seqio_dataset(
 def rename_seqio_features(
     batch: Mapping[str, Any], converter: Converter = "encoder_decoder"
 ) -> Batch:
-    """A SeqIO batch under this project's names: int32 [batch_size, length]."""
+    """A SeqIO batch under this project's names: int32 [batch_size, length]; float32 fractions.
+
+    Raises:
+      UserError: If a batch that is passed through lacks what the decoder reads or has loss at
+        padding.
+    """
     names = {"encoder_decoder": FEATURE_NAMES, "decoder": DECODER_NAMES}.get(
         converter, PASSED_NAMES
     )
@@ -257,9 +262,28 @@ def rename_seqio_features(
         for t5x_name, name in names.items()
         if t5x_name in batch
     }
-    # T5X's loss then counts every position, padding too.
-    if converter == "pass_through" and "targets" in renamed:
-        renamed.setdefault("loss_weights", np.ones_like(renamed["targets"]))
+    # A batch without targets is refused by the model, by name.
+    if converter != "pass_through" or "targets" not in renamed:
+        return renamed
+    if "decoder_inputs" not in renamed:
+        raise UserError(
+            "A batch has no decoder_input_tokens.",
+            where="seqio.PassThroughFeatureConverter",
+            fix="Let the task give what the decoder reads: its targets, shifted right by one.",
+        )
+    # With a loss_normalizing_factor that is a number, T5X's loss counts every position without
+    # weights; with a named one, the targets > 0. The two are the same if nothing is padding.
+    weights = np.asarray(batch.get("decoder_loss_weights", np.ones_like(renamed["targets"])))
+    if (weights[renamed["targets"] <= 0] != 0).any():
+        raise UserError(
+            "A batch has loss where decoder_target_tokens is padding (0)."
+            if "decoder_loss_weights" in batch
+            else "A batch has padding (0) in decoder_target_tokens and no decoder_loss_weights.",
+            where="decoder_loss_weights",
+            fix="Let the task give decoder_loss_weights that are 0 at padding, where this model's"
+            " logits are not T5X's.",
+        )
+    renamed["loss_weights"] = weights.astype(np.float32 if weights.dtype.kind == "f" else np.int32)
     return renamed
 
 

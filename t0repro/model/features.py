@@ -60,6 +60,8 @@ def translate_call(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str
 def t5x_features(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """A batch of the host under T5X's names, int32, with those that can be derived.
 
+    Weights that are fractions are float32.
+
     Args:
       batch: `inputs` and `targets`, [batch, length], packed or not; under T5X's names, or ours.
     """
@@ -69,6 +71,8 @@ def t5x_features(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         for name, ours in FEATURE_NAMES.items()
         if ours in renamed
     }
+    if (weights := np.asarray(renamed.get("loss_weights", 0))).dtype.kind == "f":
+        named["decoder_loss_weights"] = weights.astype(np.float32)
     targets = named["decoder_target_tokens"]
     # Negative ids are tokens without loss, which the decoder reads like any other.
     read = np.abs(_shift_by_one(targets))

@@ -184,6 +184,9 @@ class T5(nn.Module):
         if self.config.decoder_only:
             batch = text_to_self(self.config, batch)
             targets, segments = batch["targets"], batch.get("targets_segmentation")
+            if "decoder_inputs" in batch:
+                # T5X's batch: padding may be inside a text, and nobody sees it.
+                segments = jnp.where(targets > 0, 1 if segments is None else segments, 0)
             return self.decoder(
                 batch.get("decoder_inputs", shift_right(targets, segments)),
                 language_model_mask(self.config, targets, segments, batch.get("full_attention")),
@@ -195,6 +198,10 @@ class T5(nn.Module):
         inputs, targets = batch["inputs"], batch["targets"]
         input_segments = segments_of(inputs, batch.get("inputs_segmentation"))
         target_segments = segments_of(targets, batch.get("targets_segmentation"))
+        if "decoder_inputs" in batch:
+            # As above, but negative ids are tokens.
+            input_segments = jnp.where(inputs == 0, 0, input_segments)
+            target_segments = jnp.where(targets == 0, 0, target_segments)
         several = "targets_segmentation" in batch and "inputs_segmentation" not in batch
         encoded = self.encode(inputs, input_segments, deterministic=deterministic)
         return self.decode(

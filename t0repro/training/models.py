@@ -164,7 +164,8 @@ class EncoderDecoderModel(T5Model, BaseTransformerModel):
     Args:
       module, input_vocabulary, output_vocabulary, optimizer_def, decode_fn, label_smoothing,
         z_loss, loss_normalizing_factor: see BaseTransformerModel.
-      feature_converter_cls: None or seqio.EncDecFeatureConverter, as which examples are converted.
+      feature_converter_cls: None or seqio.EncDecFeatureConverter, as which examples are converted,
+        or seqio.PassThroughFeatureConverter, with which they are the model's features already.
       default_decoder_params: what `predict_batch_with_aux` does by default.
     """
 
@@ -182,7 +183,7 @@ class EncoderDecoderModel(T5Model, BaseTransformerModel):
         default_decoder_params: DecoderParams | None = None,
     ):
         name = getattr(feature_converter_cls, "__name__", str(feature_converter_cls))
-        if name not in ("None", "EncDecFeatureConverter"):
+        if name not in ("None", "EncDecFeatureConverter", "PassThroughFeatureConverter"):
             raise ValueError(f"The model reads the features of EncDecFeatureConverter, not {name}.")
         # The network's configuration is where the loss reads its options, and how T5X computes it.
         config = dataclasses.replace(

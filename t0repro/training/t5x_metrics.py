@@ -2,7 +2,8 @@
 
 The names are those of t5x.models.compute_base_metrics (google-research/t5x at cc342d4). Sums add
 up over microbatches, steps and batches, and so do the metrics that `metrics_of` makes from them.
-Real tokens are those > 0; with AVERAGE_PER_SEQUENCE, T5X counts sums of weights instead.
+Real tokens are those > 0 or, if a batch has weights, their sum, as in T5X. With
+AVERAGE_PER_SEQUENCE tokens are counted, where T5X sums weights divided by each example's.
 """
 
 from __future__ import annotations
@@ -75,11 +76,13 @@ def loss_and_sums(
     per_target = map_targets(model, parameters, hidden, targets, values)
     loss = jnp.sum(per_target["loss"] * weights) / denominator
     correct = per_target["correct"] & (weights > 0)
+    is_averaged = config.loss_denominator == "AVERAGE_PER_SEQUENCE"
     sums = {
         "loss": loss,
         "z_loss": jnp.sum(coefficient * jnp.square(per_target["log_z"]) * weights) / denominator,
         "correct": _count(correct),
-        "real_losses": _count(weights > 0),
+        "scored": _count(weights > 0),
+        "real_losses": _count(weights > 0 if is_averaged else weights),
     }
     loss, parts = add_choice_losses(config, loss, per_target, batch)
     if parts:
@@ -111,7 +114,7 @@ def metrics_of(sums: Sums, *, packed: bool) -> dict[str, Metric]:
     all_targets, real = sums["all_targets"], sums["real_losses"]
     plain = loss - z_loss
     metrics: dict[str, Metric] = {
-        "accuracy": Average(sums["correct"], real),
+        "accuracy": Average(sums["correct"], sums["scored"]),
         "loss": AveragePerStep(sums.get("total_loss", loss)),
         "loss_per_nonpadding_target_token": Average(loss, real),
         "loss_per_all_target_tokens": Average(loss, all_targets),

@@ -14,10 +14,12 @@ from t0repro.data.train_data import (
     EvalBatches,
     SeqioTrainBatches,
     make_train_eval_batches,
+    rename_seqio_features,
     runs_python,
     seqio_dataset,
 )
 from t0repro.errors import UserError
+from t0repro.model.features import t5x_features
 from t0repro.progress import heard_by
 
 from ..helpers import tiny_models as tiny
@@ -199,10 +201,39 @@ def test_features_are_passed_through_as_the_task_gives_them(model_features):
     assert batch.keys() == {"targets", "decoder_inputs", "full_attention", "loss_weights"}
     np.testing.assert_array_equal(batch["targets"], tokens)
     np.testing.assert_array_equal(batch["decoder_inputs"], tokens + 100)
-    # As in T5X, everything has loss if the task does not say.
+    # As in T5X, everything has loss if the task does not say and nothing is padding.
     assert batch["full_attention"].all() and batch["loss_weights"].all()
     evaluated = next(iter(EvalBatches(data, 1)))
     np.testing.assert_array_equal(evaluated["decoder_inputs"], batch["decoder_inputs"])
+
+
+PASSED = {
+    "decoder_input_tokens": np.array([[0, 6, 0, 7]]),
+    "decoder_target_tokens": np.array([[6, 0, 7, 0]]),
+    "decoder_loss_weights": np.array([[0.5, 0, 0.25, 0]]),
+}
+
+
+def test_weights_passed_through_stay_fractions():
+    batch = rename_seqio_features(PASSED, "pass_through")
+    assert batch["loss_weights"].dtype == np.float32
+    np.testing.assert_array_equal(batch["loss_weights"], PASSED["decoder_loss_weights"])
+    named = t5x_features(batch)
+    assert named["decoder_loss_weights"].dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"decoder_loss_weights": np.ones((1, 4))}, "has loss where decoder_target_tokens"),
+        ({"decoder_loss_weights": None}, "and no decoder_loss_weights"),
+        ({"decoder_input_tokens": None}, "no decoder_input_tokens"),
+    ],
+)
+def test_what_t5xs_model_would_treat_differently_is_not_passed_through(change, why):
+    batch = {name: x for name, x in (PASSED | change).items() if x is not None}
+    with pytest.raises(UserError, match=why):
+        rename_seqio_features(batch, "pass_through")
 
 
 @pytest.mark.parametrize(

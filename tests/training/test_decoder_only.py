@@ -112,6 +112,39 @@ def test_logits_and_loss_are_those_of_t5xs_decoder(packed, bidirectional, tmp_pa
     assert float(per_token) == pytest.approx(losses.sum() / real_losses, rel=1e-4)
 
 
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_padding_inside_a_text_is_read_by_nobody(bidirectional, tmp_path):
+    batch = {name: rows[1:] for name, rows in BATCH.items() if name != "decoder_segment_ids"}
+    batch["decoder_target_tokens"] = batch["decoder_target_tokens"] * [[1, 1, 0, 1, 1, 1, 0, 0]]
+    config = decoder_only_config(tmp_path, *[BIDIRECTIONAL] * bidirectional).model
+    model = make_model(T5(config, DTypePolicy("float32", "float32", "float32")))
+    params = initial_parameters(model.module, jax.random.key(0))
+    features = model.features(batch)
+    assert "targets_segmentation" not in features
+    logits = np.asarray(model.module.apply({"params": params}, features))
+    expected, real = (
+        logits_by_hand(params, batch, bidirectional),
+        batch["decoder_target_tokens"] > 0,
+    )
+    np.testing.assert_allclose(logits[real], expected[real], rtol=2e-4, atol=2e-5)
+
+
+def test_metrics_sum_weights_that_are_fractions(tmp_path):
+    config = decoder_only_config(tmp_path).model
+    model = make_model(T5(config, DTypePolicy("float32", "float32", "float32")))
+    params = initial_parameters(model.module, jax.random.key(0))
+    halved = {**BATCH, "decoder_loss_weights": BATCH["decoder_loss_weights"] * np.float32(0.5)}
+    (loss, whole), (half, metrics) = (
+        model.eval_fn(params, model.features(batch)) for batch in (BATCH, halved)
+    )
+    assert float(half) == pytest.approx(float(loss) / 2, rel=1e-5)
+    # T5X's accuracy reads the weights as a mask.
+    ratios = {"accuracy": 1.0, "loss_per_nonpadding_target_token": 1.0}
+    for name, ratio in (ratios | {"non_padding_fraction/loss_weights": 0.5}).items():
+        expected = ratio * float(whole[name].compute())
+        assert float(metrics[name].compute()) == pytest.approx(expected, rel=1e-5), name
+
+
 def test_attention_in_both_directions_changes_what_only_inputs_see(tmp_path):
     config = decoder_only_config(tmp_path, BIDIRECTIONAL).model
     policy = DTypePolicy("float32", "float32", "float32")

@@ -61,6 +61,29 @@ def params():
     return tiny.new_state().params
 
 
+def test_padding_inside_a_text_is_read_by_nobody(params):
+    batch = {
+        "encoder_input_tokens": [[5, 0, 6, 1]],
+        "encoder_segment_ids": [[1, 1, 1, 1]],
+        "decoder_target_tokens": [[4, 0, 3, 1]],
+        "decoder_input_tokens": [[0, 4, 0, 3]],
+        "decoder_segment_ids": [[1, 1, 1, 1]],
+    }
+    batch = {name: np.asarray(rows, np.int32) for name, rows in batch.items()}
+    hidden = {name: rows * [[1, 0, 1, 1]] for name, rows in batch.items() if "segment" in name}
+    model = made()
+    logits, expected = (
+        model.module.apply({"params": params}, rename_features(rows))
+        for rows in (batch, batch | hidden)
+    )
+    np.testing.assert_array_equal(logits, expected)
+    unread = {
+        name: rows for name, rows in rename_features(batch).items() if name != "decoder_inputs"
+    }
+    read = model.module.apply({"params": params}, unread)
+    assert not np.allclose(read[0, 0], logits[0, 0])
+
+
 @pytest.mark.parametrize("factor", ["AVERAGE_PER_SEQUENCE", "NUM_REAL_TARGET_TOKENS", 3.5, None])
 def test_one_loss_by_three_ways(params, factor):
     """The model's own, under either set of names; the one from logits; and T5Model's."""
