@@ -4,7 +4,8 @@
     python -P scripts/bench/gpu.py OUT --tiny        # the same parts on a CPU, to try them
 
 The parts run one after the other, the most valuable first, each in a process of its own that is
-stopped at its limit. OUT/gpu.json is written after each; a part that it has is not run again.
+stopped at its limit. After each, OUT/gpu.json and OUT/gpu.md are written and its row is printed.
+All else is in WORK, also the figures again: a part that is there is not run again, whatever OUT.
 
     kernels       whether attention's kernels agree with full matrices here (model/kernel_check.py)
     large, xl     a training step of T5 1.1 in bfloat16 (train_step.py), and PyTorch's, compiled, on
@@ -21,7 +22,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
+import math
 import os
 import re
 import signal
@@ -37,8 +40,8 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 WHEELS = (
-    "beartype", "dacite", "gin-config", "hypothesis", "iniconfig", "jaxtyping", "pluggy",
-    "pytest-timeout", "setuptools", "sortedcontainers", "wadler-lindig",
+    "beartype", "dacite", "gin-config", "google-crc32c", "hypothesis", "iniconfig", "jaxtyping",
+    "pluggy", "pytest-timeout", "setuptools", "sortedcontainers", "wadler-lindig",
 )  # fmt: skip
 """What such a machine lacks, in the versions of .ci/jax-0.11.lock."""
 
@@ -52,14 +55,18 @@ SIZES = {
 TINY = {"num_layers": 2, "d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "vocab_size": 128}
 ROWS = {"large": (32, 4), "xl": (16, 4), "lora": (32, 4), "parity": (4, 1)}
 """Rows of a batch, and the microbatches in which they are computed."""
+PEER = ", PyTorch"
+HEAD = "| part | took | figures |\n|---|---:|---|\n"
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def main() -> None:
-    """Runs the parts that are missing while there is time, then prints the table."""
+    """Runs the parts that are missing while there is time, and prints a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("out", type=Path, nargs="?")
+    parser.add_argument("--work", type=Path, help="default: build/gpu-run, or -tiny")
     parser.add_argument("--minutes", type=float, default=8)
     parser.add_argument("--suite", type=Path, help="what score_step.py --prepare has written")
     parser.add_argument("--tiny", action="store_true")
@@ -70,7 +77,7 @@ def main() -> None:
     if options.wheels:
         print(wheels(), end="")
     elif options.part:
-        print(json.dumps(check_kernels() if options.part == "kernels" else parity(options.out)))
+        print(json.dumps(check_kernels() if options.part == "kernels" else parity(options.work)))
     elif options.out is None:
         parser.error("OUT is missing")
     else:
@@ -86,34 +93,41 @@ def wheels() -> str:
 
 def run_all(options: argparse.Namespace) -> None:
     """Runs each part and writes what it gave."""
-    started, out = time.monotonic(), options.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / "gpu.json"
+    started = time.monotonic()
+    work = options.work or ROOT / "build" / ("gpu-tiny" if options.tiny else "gpu-run")
+    work = work.resolve()
+    for folder in (work, options.out):
+        folder.mkdir(parents=True, exist_ok=True)
+    path = work / "figures.json"
     figures = json.loads(path.read_text()) if path.exists() else {}
     env = {
-        "JAX_COMPILATION_CACHE_DIR": str(out / "programs"),
+        "JAX_COMPILATION_CACHE_DIR": str(work / "programs"),
         "JAX_PLATFORMS": "cpu" if options.tiny else "cuda,cpu",
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
     }
-    for name, (command, share) in parts(options, out).items():
+    beside = os.pathsep.join([str(HERE), env.get("PYTHONPATH", "")])
+    print(HEAD, end="")
+    for name, (command, share) in parts(options, work).items():
         left = 60 * options.minutes - (time.monotonic() - started)
-        if name in figures and "error" not in figures[name]:
-            continue
         if options.only and name not in options.only:
             continue
-        print(f"{name} ...", flush=True)
-        figures[name] = outcome(command, min(left - 5, 60 * options.minutes * share), env)
-        write(path, json.dumps(figures, indent=1) + "\n")
-        write(out / "gpu.md", table(figures))
-    print(table(figures), end="")
+        if name not in figures or "error" in figures[name]:
+            limit = min(left - 5, 60 * options.minutes * share)
+            # Not for all: HERE has names of packages, such as coverage.
+            changed = {"PYTHONPATH": beside} if name in ("parity", "score", "encode") else {}
+            figures[name] = outcome(command, limit, env | changed)
+        text = json.dumps(figures, indent=1) + "\n"
+        write(path, text)
+        write(options.out / "gpu.json", text)
+        write(options.out / "gpu.md", HEAD + "".join(row(part, figures) for part in figures))
+        print(row(name, figures), end="", flush=True)
 
 
-def parts(options: argparse.Namespace, out: Path) -> dict[str, tuple[list[str], float]]:
+def parts(options: argparse.Namespace, work: Path) -> dict[str, tuple[list[str], float]]:
     """The command of each part, and the share of all time at which it is stopped."""
     for name in SIZES:
-        prepare(out, name, options.tiny)
-    suite, steps = options.suite or out / "suite.npz", "2" if options.tiny else "8"
+        prepare(work, name, options.tiny)
+    suite, steps = options.suite or work / "suite.npz", "2" if options.tiny else "8"
     if not suite.exists():
         np.savez(suite, **drawn_lengths(20 if options.tiny else 105_000))
 
@@ -121,7 +135,7 @@ def parts(options: argparse.Namespace, out: Path) -> dict[str, tuple[list[str], 
         return [str(HERE / name), *map(str, arguments)]
 
     def files(name: str) -> tuple[Path, Path]:
-        return out / f"{name}.json", out / f"{name}.npz"
+        return work / f"{name}.json", work / f"{name}.npz"
 
     def ours(name: str) -> list[str]:
         return script("train_step.py", *files(name), "--steps", steps)
@@ -142,17 +156,17 @@ def parts(options: argparse.Namespace, out: Path) -> dict[str, tuple[list[str], 
         "large, PyTorch": (torch("large"), 0.2),
         "xl": (ours("xl"), 0.25),
         "xl, PyTorch": (torch("xl"), 0.25),
-        "parity": (script("gpu.py", out, "--part", "parity"), 0.15),
+        "parity": (script("gpu.py", "--part", "parity", "--work", work), 0.15),
         "lora": (ours("lora"), 0.15),
         "lora, PyTorch": (torch("lora"), 0.15),
-        "score": (script("score_step.py", out / "xl.json", suite, *score), 0.35),
+        "score": (script("score_step.py", work / "xl.json", suite, *score), 0.35),
         "attention": (script("gpu_attention.py", *layer), 0.1),
         "encode": (script("encode.py", "--torch-python", sys.executable, *texts), 0.15),
         "tests": (["-m", "pytest", "-q", "-m", "gpu", "tests/model/test_gpu_attention.py"], 0.15),
     }
 
 
-def prepare(out: Path, name: str, tiny: bool) -> None:
+def prepare(work: Path, name: str, tiny: bool) -> None:
     """Writes a run and its batches: packed rows of random tokens without padding."""
     from t0repro.adapters import lora
     from t0repro.config.recipe import t5_1_1, training_config
@@ -167,14 +181,14 @@ def prepare(out: Path, name: str, tiny: bool) -> None:
         "unused", model, train_steps=100, batch_size=rows, sequence_length=lengths,
         activation=dtype, num_microbatches=parts,
     )  # fmt: skip
-    write(out / f"{name}.json", run.to_json())
+    write(work / f"{name}.json", run.to_json())
     rng, arrays = np.random.default_rng(0), {}
     for feature, length in lengths.items():
         shape = (2, rows, length)  # two batches
         arrays[feature] = rng.integers(2, model.vocab_size, shape, dtype=np.int32)
         segments = 1 + np.arange(length, dtype=np.int32) * 4 // length
         arrays[f"{feature}_segmentation"] = np.broadcast_to(segments, shape)
-    np.savez(out / f"{name}.npz", **arrays)
+    np.savez(work / f"{name}.npz", **arrays)
 
 
 def drawn_lengths(count: int) -> dict[str, np.ndarray]:
@@ -191,14 +205,21 @@ def drawn_lengths(count: int) -> dict[str, np.ndarray]:
 
 
 def outcome(command: list[str], limit: float, env: dict[str, str]) -> dict[str, Any]:
-    """What a part prints: its JSON, or its lines; an error with the end of its output."""
+    """What a part prints: its JSON, or its lines; an error with the end of its output.
+
+    The part is killed, with what it started, at its limit or if this process is interrupted or
+    terminated; if this process is killed, the part alone is.
+    """
     if limit <= 0:
         return {"error": "no time left"}
-    started, error = time.monotonic(), None
+    # Else what it started would hold the GPU.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    started, error, libc = time.monotonic(), None, ctypes.CDLL(None)
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [sys.executable, "-P", *command], cwd=ROOT, env=env, text=True,
             stdout=output, stderr=errors, start_new_session=True,
+            preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
         )  # fmt: skip
         try:
             if process.wait(limit):
@@ -215,6 +236,8 @@ def outcome(command: list[str], limit: float, env: dict[str, str]) -> dict[str, 
         found = json.loads(lines[-1])
     except (IndexError, ValueError):
         found = {"lines": lines}
+    if odd := [k for k, x in found.items() if isinstance(x, float) and not math.isfinite(x)]:
+        error = error or f"not finite: {', '.join(odd)}"
     found["took"] = round(time.monotonic() - started, 1)
     return found | ({"error": error, "output": complaints[-20:]} if error else {})
 
@@ -235,7 +258,7 @@ def check_kernels() -> dict[str, Any]:
     return found
 
 
-def parity(out: Path) -> dict[str, Any]:
+def parity(work: Path) -> dict[str, Any]:
     """How far a step's loss and update are from those of the CPU, in float32."""
     import jax
     from train_step import made, model_of
@@ -243,8 +266,8 @@ def parity(out: Path) -> dict[str, Any]:
     from t0repro.config.model import Layout
     from t0repro.partitioning.devices import choose
 
-    values = json.loads((out / "parity.json").read_text())
-    batch = {name: x[0] for name, x in np.load(out / "parity.npz").items()}
+    values = json.loads((work / "parity.json").read_text())
+    batch = {name: x[0] for name, x in np.load(work / "parity.npz").items()}
     model, layout, results = model_of(values), Layout(**values["layout"]), []
     for device in (jax.devices("cpu")[0], jax.devices()[0]):
         with jax.default_device(device), jax.default_matmul_precision("highest"):
@@ -253,25 +276,23 @@ def parity(out: Path) -> dict[str, Any]:
             results.append((loss, [np.asarray(x) for x in jax.tree.leaves(state.params)]))
     (loss, params), (other, others) = results
     pairs = zip(params, others, strict=True)
-    apart = [float(np.abs(x - y).max() / np.abs(x).max()) for x, y in pairs]
-    return {"loss": loss, "loss_difference": abs(other / loss - 1), "parameters": max(apart)}
+    apart = float(np.max([np.abs(x - y).max() / np.abs(x).max() for x, y in pairs]))
+    return {"loss": loss, "loss_difference": abs(other / loss - 1), "parameters": apart}
 
 
-def table(figures: dict[str, dict[str, Any]]) -> str:
-    """A line for each part."""
-    lines = ["| part | took | figures |", "|---|---:|---|"]
-    for name, found in figures.items():
-        shown = [
-            f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-            for key, value in found.items()
-            if key not in ("took", "lines", "output", "peak", "flops")
-        ]
-        shown = shown or found.get("lines", [])[-3:]
-        step, peer = found.get("step"), figures.get(f"{name}, PyTorch", {}).get("step")
-        if step and peer:
-            shown.append(f"**{peer / step:.2f} times as fast as PyTorch**")
-        lines.append(f"| {name} | {found.get('took', 0)} s | {'; '.join(shown)} |")
-    return "\n".join(lines) + "\n"
+def row(name: str, figures: dict[str, dict[str, Any]]) -> str:
+    """A part's line of the table."""
+    found = figures[name]
+    shown = [
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in found.items()
+        if key not in ("took", "lines", "output", "peak", "flops")
+    ]
+    shown = shown or found.get("lines", [])[-3:]
+    ours, theirs = (figures.get(x, {}).get("step") for x in (name.removesuffix(PEER), name))
+    if name.endswith(PEER) and ours and theirs:
+        shown.append(f"**ours is {theirs / ours:.2f} times as fast**")
+    return f"| {name} | {found.get('took', 0)} s | {'; '.join(shown)} |\n"
 
 
 def write(path: Path, text: str) -> None:

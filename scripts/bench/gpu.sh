@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measures a lent GPU in one run of at most ten minutes; needs no network:
+# Measures a GPU machine without network in one run of at most ten minutes:
 #
 #     bash scripts/bench/gpu.sh OUT [--minutes 8] [--suite SUITE.npz]
 #
@@ -10,7 +10,8 @@
 #         --require-hashes -r <(python scripts/bench/gpu.py --wheels)
 #
 # OUT/gpu.json has the figures, written after each part, and OUT/gpu.md a table. A run that was cut
-# off goes on with the parts that are missing if it is started again.
+# off goes on with the parts that are missing if it is started again, with the same OUT or another;
+# without build/gpu-run all are measured again.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 python=${PYTHON:-python3}

@@ -4,7 +4,8 @@
 
 Each row counts as one example, because transformers has no segments; the matmuls are the same. Uses
 a GPU if there is one, the run's microbatches, bfloat16 by autocast, and full rematerialization of
-each layer if the run rematerializes anything. An adapter's LoRA is PEFT's.
+each layer if the run rematerializes anything. An adapter's LoRA is PEFT's, and its
+frozen base has the adapter's base_dtype.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def main() -> None:
         config = peft.LoraConfig(
             r=adapter["rank"], lora_alpha=adapter["alpha"], target_modules=["q", "v"]
         )
-        model = peft.get_peft_model(model, config)
+        model = peft.get_peft_model(model.to(getattr(torch, adapter["base_dtype"])), config)
     trained = [x for x in model.parameters() if x.requires_grad]
     optimizer = torch.optim.Adafactor(trained, lr=1e-3)
     forward = torch.compile(model) if way == "compiled" else model
