@@ -228,7 +228,7 @@ class Verification:
     Attributes:
       checkpoint: The checkpoint.
       family: Shape of the model that it holds.
-      tensors: Number of tensors read.
+      tensors: Number of tensors read, without the step.
       checks: The checks done, in words.
       unchecked: What could not be checked, one phrase each.
       problems: The problems found, one sentence each.
@@ -294,7 +294,7 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verificatio
     return Verification(
         reader.ref,
         family,
-        len(reader.tensors),
+        len(reader.tensors.keys() - {naming.STEP}),
         tuple(checks),
         ()
         # A SHA-256 of every stored tensor leaves no damage undetected.

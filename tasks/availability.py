@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +101,9 @@ def _lacks_split(cache_dir: str | None, split: str) -> bool:
     return bool(splits) and split not in splits
 
 
-def drop_missing_splits(name: str, split: str, *, use_cached: bool) -> None:
+def drop_missing_splits(
+    name: str, split: str, *, use_cached: bool, kept: str | None = None
+) -> None:
     """Drops a split that cannot be read here from prompted tasks.
 
     A training run then evaluates without them, as T5X does where a task has no such split, and
@@ -111,19 +113,27 @@ def drop_missing_splits(name: str, split: str, *, use_cached: bool) -> None:
       name: A task or mixture; if there is none of this name, nothing is done.
       split: The split to be read.
       use_cached: Whether to read caches rather than rows.
+      kept: A task or mixture that is trained on with this split, whose tasks keep it.
     """
-    if name not in registered_mixtures() and name not in registered_tasks():
-        return
-    tasks = find_tasks(name)
+    tasks = _find_registered(name)
+    # A task and its twin may share their rows.
+    trained = [task.source for task in _find_registered(kept)]
     sources = {task.name: task.source for task in tasks}
     missing = {}
     for each, why in missing_tasks(tasks, split, use_cached=use_cached).items():
         source = sources[each]
-        if isinstance(source, PromptedRows):
+        if isinstance(source, PromptedRows) and source not in trained:
             source.drop_split(split)
             missing[each] = why
     if missing:
         say(f"{name}: split {split!r} is left out of {_name_left_out(missing)}")
+
+
+def _find_registered(name: str | None) -> Sequence[DescribedTask | seqio.Task]:
+    """The tasks of a mixture or task; none if there is none of this name."""
+    if name in registered_mixtures() or name in registered_tasks():
+        return find_tasks(name)
+    return ()
 
 
 def _name_left_out(missing: Mapping[str, str]) -> str:

@@ -133,7 +133,7 @@ class PromptedRows:
 
     def drop_split(self, split: str) -> None:
         """Leaves a split out, as if the task had never had it."""
-        del self.files_of_splits[split]
+        self.files_of_splits.pop(split, None)  # its twin, over the same rows, may come first
 
     def reader(self, split: str) -> Reader:
         """The reader of a split's rows, which are not checked yet.

@@ -263,7 +263,7 @@ def check_by_dry_run(
     """Checks tasks, splits, caches, vocabularies and lengths, each mixture as its job would.
 
     Each runs in its own process, since registering the jobs' tasks here could clash with the
-    training run's.
+    training run's. What --skip_missing leaves out of a job is reported.
 
     Args:
       settings: The jobs' settings; a user's own command is not run.
@@ -296,6 +296,9 @@ def check_by_dry_run(
         )
         if done.returncode:
             raise UserError(f"The jobs for {mixture} would fail. {_message(done.stderr)}")
+        for line in [*done.stderr.splitlines(), *done.stdout.splitlines()]:
+            if "left out" in line.lower():
+                say(f"the jobs for {mixture}: {line}")
 
 
 def _message(said: str) -> str:

@@ -88,6 +88,9 @@ def test_a_run_goes_on_where_it_was_and_leaves_what_t5x_leaves(tmp_path):
     assert json.loads((tmp_path / "tracking.json").read_text())["tensorboard"]["trained"] == 3
 
 
+UNCLOSED = "--auxiliary_job_build_target_path=eval '"
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -95,6 +98,8 @@ def test_a_run_goes_on_where_it_was_and_leaves_what_t5x_leaves(tmp_path):
         (["--auxiliary_job_mixtures=m", "--final_auxiliary_job_steps=100"], "takes no steps"),
         (["--auxiliary_job_mixtures=m"], "--replace_gin_file"),
         (["--auxiliary_job_mixtures=m", "--launcher=nope"], "There is no launcher nope"),
+        # The jobs have the option too, as their command shows.
+        (["--skip_missing", "--auxiliary_job_mixtures=m", UNCLOSED], "=eval ' --skip_missing"),
     ],
 )
 def test_a_dry_run_checks_the_auxiliary_jobs_as_the_run_does(tmp_path, flags, said):

@@ -6,6 +6,8 @@ import sys
 import pytest
 import seqio
 
+from t0repro.cli.bodies.registration import drop_missing
+from t0repro.config.data import SeqioDataConfig
 from t0repro.errors import UserError
 from t0repro.progress import heard_by
 from t0repro.tasks.availability import drop_missing_splits, drop_missing_tasks
@@ -118,3 +120,47 @@ def test_a_split_that_is_only_evaluated_is_dropped_and_its_task_is_not(mixture, 
         having = [task.name for task in find_tasks(name) if "validation" in task.splits]
         assert sorted(having) == sorted([here, also])
         assert len(find_tasks(name)) == 3
+
+
+def test_an_evaluation_takes_no_split_from_what_is_trained_on(mixture, monkeypatch):
+    name, here, also, away = mixture
+    record_mixture(PromptedMixture(name, (here, also, away), {}, None))
+    for has_seqio in (True, False):
+        if not has_seqio:
+            monkeypatch.delitem(sys.modules, "seqio")
+        # Not cached, but trained on from their rows; a described task shares them with its twin.
+        for evaluated in (name, f"{here}_score_eval")[: 1 if has_seqio else 2]:
+            with heard_by(pytest.fail):
+                drop_missing_splits(evaluated, "validation", use_cached=True, kept=name)
+        assert all("validation" in task.splits for task in find_tasks(name))
+        drop_missing_splits(name, "validation", use_cached=True, kept=away)
+        having = [task.name for task in find_tasks(name) if "validation" in task.splits]
+        assert having == [away]
+
+
+def test_an_evaluation_of_another_mixture_leaves_out_what_is_not_cached(
+    mixture, tmp_path, monkeypatch
+):
+    name, here, also, away = mixture
+    plain = f"{name}_plain"
+    seqio.TaskRegistry.add(
+        plain,
+        seqio.FunctionDataSource(lambda split, shuffle_files: None, splits=["validation"]),
+        preprocessors=[seqio.CacheDatasetPlaceholder()],
+        output_features=seqio.TaskRegistry.get(here).output_features,
+    )
+    for each, tasks in {"trained": [here, plain], "evaluated": [here, also, away, plain]}.items():
+        seqio.MixtureRegistry.add(f"{name}_{each}", tasks, default_rate=1.0)
+    monkeypatch.setattr(seqio.TaskRegistry.get(also), "_cache_dir", str(tmp_path))
+    datasets = [
+        SeqioDataConfig(f"{name}_{each}", None, "validation", 1, False, 0, cached)
+        for each, cached in (("trained", False), ("trained", True), ("evaluated", True))
+    ]
+    said: list[str] = []
+    with heard_by(said.append):
+        drop_missing(datasets)
+    # What is trained on stays as it is.
+    assert set(rates(f"{name}_trained")) == {here, plain}
+    assert all("validation" in task.splits for task in find_tasks(f"{name}_trained"))
+    assert len(said) == 2 and away in said[0] and plain in said[1]
+    assert set(rates(f"{name}_evaluated")) == {also, away}

@@ -50,7 +50,7 @@ from t0repro.reports.report import Report
 from t0repro.reports.report_page import brief_page
 from t0repro.reports.run import split_label
 from t0repro.runs.checkpoint_checks import NO_CHECKPOINT_YET
-from t0repro.runs.rank_eval import Outcome, rank_eval
+from t0repro.runs.rank_eval import Outcome, rank_eval, reasons_in_words
 from t0repro.runs.rank_report import write_results
 from t0repro.storage import check_folder, check_readable, lock_folder
 from t0repro.tasks.registry import add_cache_dirs
@@ -265,6 +265,8 @@ def _check(
     )
     names = (*selected.ranked, *selected.generated)
     typer.echo(f"{counted(len(names), 'task')} of {mixture} with the split {settings.split!r}")
+    if selected.left_out:
+        typer.echo(f"Left out: {reasons_in_words(selected.left_out)}.")
     if NO_CHECKPOINT_YET in os.environ:
         return
     for checkpoint in checkpoints:

@@ -46,7 +46,7 @@ def register(
         load_tasks(modules, into_seqio=False)
         add_cache_dirs(folders, flag)
         if options.skip_missing:
-            _drop_missing(datasets)
+            drop_missing(datasets)
         why = why_not()
         if why is None:
             return
@@ -62,7 +62,7 @@ def register(
     add_cache_dirs(folders, flag)
     load_tasks(modules, into_seqio=True)
     if options.skip_missing:
-        _drop_missing(datasets)
+        drop_missing(datasets)
 
 
 def register_for_training(parsed: Parsed, config: TrainRun, options: T5xOptions) -> tuple[Any, Any]:
@@ -77,13 +77,21 @@ def register_for_training(parsed: Parsed, config: TrainRun, options: T5xOptions)
     return vocabularies
 
 
-def _drop_missing(datasets: Sequence[Any]) -> None:
+def drop_missing(datasets: Sequence[Any]) -> None:
     """Drops what cannot be read here: tasks from the first mixture, splits from the evaluations.
 
-    A training run stops only for what it trains on.
+    A training run stops only for what it trains on. Of a mixture that only evaluations read, tasks
+    that are not prompted are dropped too: they keep their splits.
     """
+    trained, trained_split = None, None
     for number, data in enumerate(datasets):
         if not isinstance(data, SeqioDataConfig):
             continue
-        drop = drop_missing_splits if number else drop_missing_tasks
-        drop(data.mixture_or_task_name, data.split, use_cached=data.use_cached)
+        name, split, cached = data.mixture_or_task_name, data.split, data.use_cached
+        if number == 0:
+            trained, trained_split = name, split
+        else:
+            kept = trained if split == trained_split else None
+            drop_missing_splits(name, split, use_cached=cached, kept=kept)
+        if number == 0 or name != trained:
+            drop_missing_tasks(name, split, use_cached=cached)

@@ -54,8 +54,8 @@ def train(
     Raises:
       UserError: If a check fails.
     """
-    has_jobs = jobs.are_given
-    if options.skip_missing:
+    has_jobs = jobs.are_given and is_first()
+    if options.skip_missing and has_jobs:
         jobs = hand_on_skip_missing(jobs)
     vocabularies = register_for_training(parsed, config, options)
     check_training(
@@ -66,7 +66,7 @@ def train(
         allow_changed=allow_changed,
     )
     if options.dry_run:
-        if has_jobs and is_first():
+        if has_jobs:
             check_jobs(jobs, job_files)
         return
     with contextlib.ExitStack() as beside:
