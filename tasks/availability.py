@@ -131,7 +131,7 @@ def drop_missing_splits(
 
 def _find_registered(name: str | None) -> Sequence[DescribedTask | seqio.Task]:
     """The tasks of a mixture or task; none if there is none of this name."""
-    if name in registered_mixtures() or name in registered_tasks():
+    if name is not None and (name in registered_mixtures() or name in registered_tasks()):
         return find_tasks(name)
     return ()
 

@@ -257,7 +257,7 @@ def rename_seqio_features(
     names = {"encoder_decoder": FEATURE_NAMES, "decoder": DECODER_NAMES}.get(
         converter, PASSED_NAMES
     )
-    renamed = {
+    renamed: dict[str, np.ndarray] = {
         name: np.asarray(batch[t5x_name], np.int32)
         for t5x_name, name in names.items()
         if t5x_name in batch

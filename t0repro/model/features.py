@@ -66,7 +66,7 @@ def t5x_features(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
       batch: `inputs` and `targets`, [batch, length], packed or not; under T5X's names, or ours.
     """
     renamed = rename_features(batch)
-    named = {
+    named: dict[str, np.ndarray] = {
         name: np.asarray(renamed[ours], np.int32)
         for name, ours in FEATURE_NAMES.items()
         if ours in renamed

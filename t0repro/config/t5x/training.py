@@ -237,8 +237,9 @@ def _check_together(config: TrainRun, program: Call, source: T5xSource) -> None:
         assert setting is not None
         check_divides(setting.name, parts, config.batch_size, setting.place)
     for data in (plan.train_data, plan.train_eval_data):
-        is_read = data is not None and data.converter == "decoder"
-        if config.model.input_full_attention and is_read and "inputs" not in data.sequence_length:
+        if data is None or data.converter != "decoder" or "inputs" in (data.sequence_length or {}):
+            continue
+        if config.model.input_full_attention:
             program["model"].refuse(
                 "inputs_bidirectional_attention",
                 "the data have no length for inputs, so examples are targets alone.",
