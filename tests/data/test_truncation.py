@@ -104,8 +104,8 @@ def test_both_dialects_say_it_in_the_checks_that_a_start_and_a_dry_run_share(tas
     heard: list[str] = []
     with heard_by(heard.append):
         preflight._mesh_training_data(SimpleNamespace(inputs=inputs), jax=False)
-    monkeypatch.setattr("t0repro.data.vocabulary_checks.check_vocabularies", lambda *_: None)
-    monkeypatch.setattr("t0repro.data.vocabulary_checks.check_rows", lambda *_: None)
+    monkeypatch.setattr("t0repro.data.vocabulary_checks.check_vocabularies", lambda *_, **__: None)
+    monkeypatch.setattr("t0repro.data.vocabulary_checks.check_rows", lambda *_, **__: None)
     data = SeqioDataConfig(NAME, lengths, "train", 1, False, 1)
     model = SimpleNamespace(decoder_only=False, vocab_size=1408)
     with heard_by(heard.append):
