@@ -8,11 +8,13 @@ from typing import Annotated
 
 import typer
 
+from t0repro import storage
 from t0repro.cli.gin_options import (
     GinFiles,
     GinImportAllowlist,
     GinParams,
     GinSearchPaths,
+    RunMode,
     RunModes,
     SkippedNames,
     allowlist_of,
@@ -22,6 +24,7 @@ from t0repro.cli.gin_options import (
 )
 from t0repro.cli.groups import with_groups
 from t0repro.cli.options import AsJson, LogOptions, Modules
+from t0repro.cli.paths import source
 from t0repro.cli.results import echo, print_json
 from t0repro.cli.spelling import T5X_NAMES
 from t0repro.config.gin.folders import mesh_folders, shipped_files
@@ -35,6 +38,9 @@ from t0repro.config.table import align_columns, render
 from t0repro.config.translation import translate
 from t0repro.errors import UserError
 from t0repro.words import shown_as
+
+# What runs write into their folders -> the run mode that reads it; None for Mesh TensorFlow's.
+_MODES_OF_FILES = {"operative_config.gin": None, "config.gin": RunMode.TRAIN}
 
 
 class Dialects(enum.StrEnum):
@@ -51,7 +57,14 @@ def explain(
     gin_file: GinFiles = None,
     gin_param: GinParams = None,
     module_import: Modules = None,
-    model_dir: Annotated[str, typer.Option("--model_dir", help="The run's model_dir.")] = "",
+    model_dir: Annotated[
+        str,
+        typer.Option(
+            "--model_dir",
+            callback=source,
+            help="The run's model_dir; without --gin_file, its own gin file is read.",
+        ),
+    ] = "",
     as_json: AsJson = False,
     run_mode: RunModes = None,
     gin_search_paths: GinSearchPaths = None,
@@ -84,9 +97,12 @@ def explain(
         --gin.TRAIN_STEPS=10000 \
         --gin.TASK_FEATURE_LENGTHS="{'inputs': 512, 'targets': 114}" \
         --gin.DROPOUT_RATE=0.0
+      t0repro explain --model_dir runs/a --module_import my_tasks
     """
     del logs  # its options take effect as soon as they are parsed
     allowlist = allowlist_of(gin_import_allowlist)
+    if model_dir and not gin_file:
+        gin_file, run_mode = _files_of_run(model_dir, run_mode, has_params=bool(gin_param))
     if dry_run:
         # The listing must not run anyone's code, so it returns before anything is imported.
         folders = folders_of(gin_search_paths)
@@ -124,6 +140,33 @@ def explain(
         _show_translation(config, dialect)
         return
     echo(config.to_json() if as_json else render(config))
+
+
+def _files_of_run(
+    model_dir: str, run_mode: RunMode | None, *, has_params: bool
+) -> tuple[list[str], RunMode | None]:
+    """The gin file that a run has written into its model_dir, and the run mode that reads it.
+
+    Args:
+      model_dir: The folder, or its address.
+      run_mode: The one that is asked for.
+      has_params: Whether overrides are given, which may describe a run without files.
+
+    Raises:
+      UserError: If there is no such file, and nothing else to explain.
+    """
+    modes = {"config.gin": run_mode} if run_mode else _MODES_OF_FILES
+    for name, mode in modes.items():
+        path = storage.join(model_dir, name)
+        if storage.is_file(path):
+            return [path], mode
+    if has_params:
+        return [], run_mode
+    raise UserError(
+        f"This folder has no gin file of a run: no {' and no '.join(modes)}.",
+        where=f"--model_dir={model_dir}",
+        fix="Give the run's model_dir, or its files: --gin_file.",
+    )
 
 
 def _show_translation(config: Run, dialect: Dialects) -> None:

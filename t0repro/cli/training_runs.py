@@ -11,7 +11,12 @@ import typer
 from t0repro.cli.options import AsJson
 from t0repro.cli.paths import output
 from t0repro.cli.results import echo, print_json, show_page
-from t0repro.reports.curves import curves_in_words, curves_page, read_curves
+from t0repro.reports.curves import (
+    curves_in_words,
+    curves_page,
+    default_metric,
+    read_curves,
+)
 from t0repro.reports.losses import LOSS
 from t0repro.reports.training_runs import (
     HEADER,
@@ -51,18 +56,24 @@ def runs(
 def plot(
     folders: Annotated[
         list[Path],
-        typer.Argument(metavar="DIR...", help="Folders of training runs, or above them."),
+        typer.Argument(
+            metavar="DIR...", help="Folders of training runs or evaluations, or above them."
+        ),
     ],
     metric: Annotated[
-        str, typer.Option(help="A metric of metrics.jsonl, or a tag of TensorBoard's.")
-    ] = "loss",
+        str | None,
+        typer.Option(
+            help="A metric of metrics.jsonl, or a tag of TensorBoard's.",
+            show_default="loss; for evaluations, accuracy",
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", callback=output, help="Folder for curves.json, .md and .html."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Draw a metric of several training runs by step, in the terminal and as an HTML page.
+    """Draw a metric of several runs by step, in the terminal and as an HTML page.
 
     The loss is per target token; a run that has recorded it only in its own unit has a plot of its
     own. The page is a single self-contained file.
@@ -70,6 +81,7 @@ def plot(
     Example:
       t0repro plot runs/a runs/b --out runs/plot
     """
+    metric = metric or default_metric(folders)
     panels = read_curves(folders, metric)
     content = {
         "metric": metric,

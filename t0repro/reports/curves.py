@@ -36,6 +36,17 @@ _TOP = "."
 _EVAL = "eval/"
 
 
+# What is drawn unless a metric is named: the first that a run has. Evaluations have no loss.
+_DEFAULT_METRICS = ("loss", "accuracy", f"{_EVAL}accuracy")
+
+
+def default_metric(folders: Sequence[Path]) -> str:
+    """The metric to draw unless one is named: the loss, or the accuracy of evaluations."""
+    runs = [run for given in folders for run in _runs_at(given)]
+    known = {name for run in runs for name in _of_lines(run) or _of_events(run)}
+    return next((each for each in _DEFAULT_METRICS if each in known), _DEFAULT_METRICS[0])
+
+
 def read_curves(folders: Sequence[Path], metric: str) -> Panels:
     """A metric's curves in several runs, the steps of each ascending.
 

@@ -120,3 +120,18 @@ def test_a_folder_of_the_users_called_models_hides_no_gin_file_of_t5(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "mine.gin:2" in done.stdout and "models/t5.1.1.base.gin" in done.stdout
+
+
+def test_a_model_dir_alone_is_explained_by_the_file_that_its_run_wrote(tmp_path):
+    lines = [
+        "include 'demo/t5.1.1.demo.gin'", "include 'dataset.gin'", "MIXTURE_NAME = 'demo_train'",
+        "run.train_steps = 1", "utils.run.mesh_shape = []",
+    ]  # fmt: skip
+    explain_run = ("t0repro", "explain", "--model_dir", tmp_path)
+    done = commands.run(*explain_run)
+    assert done.returncode == 2 and "no operative_config.gin and no config.gin" in done.stderr
+    (tmp_path / "operative_config.gin").write_text("\n".join(lines))
+    done = commands.run(*explain_run, "--module_import=t0repro.tasks.demo")
+    assert f"{tmp_path}/operative_config.gin:4" in done.stdout, done.stderr
+    done = commands.run(*explain_run, "--run_mode=train")
+    assert done.returncode == 2 and "no config.gin." in done.stderr

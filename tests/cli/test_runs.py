@@ -67,6 +67,12 @@ def test_the_list_and_the_curves_come_from_the_command_line(trained, tmp_path):
     assert code == 0 and json.loads(shown)["curves"] == curves
 
 
+def test_a_runs_folder_is_explained_by_the_configuration_that_it_holds(trained):
+    code, shown, said = call("t0repro.cli", "explain", "--model_dir", str(trained))
+    assert code == 0 and f"{trained}/config.gin:" in shown, said
+    assert "train_script.train.total_steps" in shown
+
+
 def test_a_folder_that_holds_nothing_is_exit_code_2(tmp_path):
     for command in ("runs", "plot"):
         code, _, said = call("t0repro.cli", command, str(tmp_path))

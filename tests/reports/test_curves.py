@@ -7,7 +7,7 @@ import pytest
 
 from t0repro.errors import UserError
 from t0repro.event_files import event_writer
-from t0repro.reports.curves import curves_in_words, curves_page, read_curves
+from t0repro.reports.curves import curves_in_words, curves_page, default_metric, read_curves
 from t0repro.reports.losses import LOSS
 
 
@@ -102,6 +102,18 @@ def test_tags_that_name_a_task_are_a_curve_of_each_task(tmp_path):
     assert read_curves([tmp_path], "eval/accuracy") == {"eval/accuracy": expected}
     of_one = read_curves([tmp_path], "eval/one/accuracy")["eval/one/accuracy"]
     assert of_one == {"validation_eval": [(5, 25.0)]}
+
+
+def test_unless_a_metric_is_named_the_loss_is_drawn_or_the_accuracy_of_evaluations(tmp_path):
+    run, evaluation, events = (tmp_path / name for name in ("run", "evaluation", "events"))
+    write_lines(run, train(1, 1.0), {"split": "validation", "step": 1, "accuracy": 5.0})
+    write_lines(evaluation, {"split": "validation", "task": "t", "step": 1, "accuracy": 5.0})
+    writer = event_writer(events)
+    writer.write_scalars(5, {"eval/one/accuracy": 25.0})
+    writer.close()
+    assert default_metric([run]) == default_metric([evaluation, run]) == "loss"
+    assert default_metric([evaluation]) == "accuracy"
+    assert default_metric([events]) == "eval/accuracy"
 
 
 def test_what_lies_in_the_runs_own_folder_has_the_runs_name(tmp_path):
