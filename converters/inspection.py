@@ -27,6 +27,7 @@ from t0repro.errors import UserError
 from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape
 from t0repro.progress import byte_progress
+from t0repro.words import counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +84,7 @@ def inspect_checkpoint(path: str | os.PathLike[str], step: int | None = None) ->
     reader = open_checkpoint(find_checkpoint(path, step))
     family = check_checkpoint(reader)
     check_run_files(reader.ref, family)
-    # A tied embedding is one tensor of the file, and two parameters to those that convert it.
-    copies: Collection[str] = getattr(reader, "copies", ())
+    copies = _copies_of(reader)
     tensors = {key: info for key, info in reader.tensors.items() if key not in copies}
     summaries = []
     with byte_progress("Reading", total_bytes(tensors)) as done:
@@ -158,6 +158,11 @@ class Comparison:
         return tuple(item for item in self.differences if not item.max <= self.tolerance)
 
 
+def _copies_of(reader: CheckpointReader) -> Collection[str]:
+    """A tied embedding's second name: it is one tensor of the file, and two when converted."""
+    return getattr(reader, "copies", ())
+
+
 def compare(
     a: str | os.PathLike[str],
     b: str | os.PathLike[str],
@@ -228,7 +233,7 @@ class Verification:
     Attributes:
       checkpoint: The checkpoint.
       family: Shape of the model that it holds.
-      tensors: Number of tensors read, without the step.
+      tensors: Number of tensors in the files, without the step.
       checks: The checks done, in words.
       unchecked: What could not be checked, one phrase each.
       problems: The problems found, one sentence each.
@@ -290,11 +295,12 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verificatio
         problems += _compare_stored(reader, manifest, compared)
     checks = ["files and sizes", "names and shapes", *_checksums(reader), "NaN and Inf"]
     if compared:
-        checks.append(f"SHA-256 of {len(compared)} tensors in {MANIFEST}")
+        hashed = compared - {reader.native_name(naming.STEP)}
+        checks.append(f"SHA-256 of {counted(len(hashed), 'tensor')} in {MANIFEST}")
     return Verification(
         reader.ref,
         family,
-        len(reader.tensors.keys() - {naming.STEP}),
+        len(reader.tensors.keys() - {naming.STEP, *_copies_of(reader)}),
         tuple(checks),
         ()
         # A SHA-256 of every stored tensor leaves no damage undetected.

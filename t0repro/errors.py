@@ -80,9 +80,10 @@ NONE_IS_SIMILAR = "no close match"
 def nearest_names(name: str, known: Iterable[str], count: int = 5) -> str:
     """Up to `count` known names closest to a mistyped one, quoted.
 
-    If none is close, says so and lists the first few known names.
+    If none is close, says so and lists the first few known names. Names without an order, such as a
+    set's, are sorted, so that the same mistake always gets the same answer.
     """
-    names = list(dict.fromkeys(known))
+    names = sorted(known) if isinstance(known, set | frozenset) else list(dict.fromkeys(known))
     close = difflib.get_close_matches(name, names, n=count, cutoff=0.5)
     # A dataset's name is far from its tasks' names, which contain it.
     matches = close or [each for each in names if len(name) > 2 and name in each][:count]

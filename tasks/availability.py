@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     import seqio
 
 
+SKIP_MISSING = "--skip_missing"
+"""The option, and where an error lies if it leaves out everything."""
+
+
 def missing_rows(rows: PromptedRows, split: str) -> UserError | None:
     """The reason why the rows of a task's split cannot be read, or None if they can."""
     try:
@@ -53,7 +57,7 @@ def tasks_with_rows(tasks: Iterable[str], split: str) -> list[str]:
     if not found:
         raise UserError(
             f"None of {counted(len(names), 'task')} has rows of split {split!r} on this machine.",
-            where="--skip_missing",
+            where=SKIP_MISSING,
             fix="Set T0REPRO_DATA_DIR to the folder of the datasets.",
         )
     return found
@@ -115,9 +119,9 @@ def drop_missing_splits(
       use_cached: Whether to read caches rather than rows.
       kept: A task or mixture that is trained on with this split, whose tasks keep it.
     """
-    tasks = _find_registered(name)
+    tasks = find_registered(name)
     # A task and its twin may share their rows.
-    trained = [task.source for task in _find_registered(kept)]
+    trained = [task.source for task in find_registered(kept)]
     sources = {task.name: task.source for task in tasks}
     missing = {}
     for each, why in missing_tasks(tasks, split, use_cached=use_cached).items():
@@ -129,7 +133,7 @@ def drop_missing_splits(
         say(f"{name}: split {split!r} is left out of {_name_left_out(missing)}")
 
 
-def _find_registered(name: str | None) -> Sequence[DescribedTask | seqio.Task]:
+def find_registered(name: str | None) -> Sequence[DescribedTask | seqio.Task]:
     """The tasks of a mixture or task; none if there is none of this name."""
     if name is not None and (name in registered_mixtures() or name in registered_tasks()):
         return find_tasks(name)
@@ -144,16 +148,14 @@ def drop_missing_tasks(name: str, split: str, *, use_cached: bool) -> None:
     """Drops tasks that cannot be read here from a mixture; the others keep their rates.
 
     Args:
-      name: The mixture's name; if it is a task's, nothing is done.
+      name: The mixture's name, or a task's; if there is none of this name, nothing is done.
       split: The split to be read.
       use_cached: Whether to read caches rather than rows.
 
     Raises:
       UserError: If none of the mixture's tasks can be read.
     """
-    if name not in registered_mixtures():
-        return
-    tasks = find_tasks(name)
+    tasks = find_registered(name)
     missing = missing_tasks(tasks, split, use_cached=use_cached)
     if not missing:
         return
@@ -163,7 +165,7 @@ def drop_missing_tasks(name: str, split: str, *, use_cached: bool) -> None:
         raise UserError(
             f"Nothing of {name!r} is available: split {split!r} of {counted(len(missing), 'task')},"
             f" {' or '.join(sorted(set(missing.values())))}.",
-            where="--skip_missing",
+            where=SKIP_MISSING,
             fix="Set T0REPRO_DATA_DIR to the folder of the datasets, or name a folder of caches by"
             " --additional_task_cache_dirs.",
         )

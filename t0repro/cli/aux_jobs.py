@@ -9,7 +9,14 @@ from typing import Annotated
 import typer
 
 from t0repro.cli.commands import App
-from t0repro.cli.gin_options import GinFiles, GinParams, GinSearchPaths, t5x_inputs
+from t0repro.cli.gin_options import (
+    GinFiles,
+    GinImportAllowlist,
+    GinParams,
+    GinSearchPaths,
+    allowlist_of,
+    t5x_inputs,
+)
 from t0repro.cli.groups import with_groups
 from t0repro.cli.options import AsJson, SkipMissing
 from t0repro.cli.paths import source
@@ -19,6 +26,7 @@ from t0repro.cloud.auxiliary_options import AuxiliaryOptions
 from t0repro.errors import UserError
 from t0repro.jobs.journal import HEADER, curves, read_status, rows, to_json
 from t0repro.progress import Waiting, heard_by
+from t0repro.storage import check_address
 from t0repro.terminal import print_table, terminal
 from t0repro.training.run_state import read_run_state
 from t0repro.words import counted
@@ -42,6 +50,7 @@ def aux(
     gin_file: GinFiles = None,
     gin_param: GinParams = None,
     gin_search_paths: GinSearchPaths = None,
+    gin_import_allowlist: GinImportAllowlist = None,
     skip_missing: SkipMissing = False,
     once: Annotated[
         bool,
@@ -79,10 +88,18 @@ def aux(
     echo("checking what the jobs will read ...", err=True)
     if skip_missing:
         jobs = hand_on_skip_missing(jobs)
-    gin = t5x_inputs("train", gin_file, gin_param, gin_search_paths)
+    allowlist = allowlist_of(gin_import_allowlist)
+    gin = t5x_inputs("train", gin_file, gin_param, gin_search_paths, allowlist)
+    check_address(model_dir, "--model_dir")
+    jobs = check_jobs(jobs, gin)
+    if not jobs.mixtures:
+        raise UserError(
+            "There are no jobs: nothing of their mixtures is on this machine.",
+            where="--auxiliary_job_mixtures",
+            fix="Set T0REPRO_DATA_DIR to the folder of the datasets, or name other mixtures.",
+        )
     with heard_by(typer.echo):
         controller = make_controller(model_dir, jobs, gin)
-    check_jobs(jobs, gin)
     echo(f"looking for checkpoints in {model_dir} ...", err=True)
 
     def training_continues() -> bool:

@@ -244,11 +244,13 @@ def _print_inspection(inspection: Inspection) -> None:
     _print_table(rows)
     ref, family = inspection.checkpoint, inspection.family
     slots = "with optimizer slots" if inspection.slots else "without optimizer slots"
+    # The step has a line of its own, and no command counts it.
+    tensors = sum(item.key != naming.STEP for item in inspection.tensors)
     echo(f"\n{ref.path} ({ref.format}), step {inspection.step}")
     echo(f"{family.name}: {describe(family)}")
     echo(
         f"{counted(inspection.parameters, 'parameter')},"
-        f" {counted(len(inspection.tensors), 'tensor')},"
+        f" {counted(tensors, 'tensor')},"
         f" {sized(inspection.bytes)}, {slots}"
     )
 

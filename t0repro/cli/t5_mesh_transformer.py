@@ -286,7 +286,10 @@ def jobs_during_training(options: Any) -> Iterator[None]:
     jobs = dataclasses.replace(jobs, machines=machines, replace_gin_file=True)
     if options.skip_missing:
         jobs = hand_on_skip_missing(jobs)
-    with auxiliary_jobs_during_training(options.model_dir, jobs, T5xInputs("train")):
+    # The jobs have gin files of their own.
+    allowlist = allowlist_of(options.gin_import_allowlist)
+    gin = T5xInputs("train", import_allowlist=allowlist)
+    with auxiliary_jobs_during_training(options.model_dir, jobs, gin):
         yield
 
 

@@ -34,7 +34,8 @@ def _job_settings(options: AuxiliaryOptions, gin: T5xInputs) -> JobSettings:
 
     Args:
       options: the options of auxiliary jobs.
-      gin: the gin files of the training, and the overrides for the jobs.
+      gin: the gin files of the training and the modules that they may import, and the overrides
+        for the jobs.
     """
     return JobSettings(
         mixtures=options.mixtures,
@@ -45,6 +46,7 @@ def _job_settings(options: AuxiliaryOptions, gin: T5xInputs) -> JobSettings:
         gin_search_paths=gin.gin_search_paths,
         final_steps=options.final_auxiliary_job_steps,
         build_target=options.auxiliary_job_build_target_path,
+        import_allowlist=gin.import_allowlist,
     )
 
 
@@ -99,8 +101,11 @@ def _find_launcher(options: AuxiliaryOptions) -> tuple[Machine, Launcher]:
     return machine, import_launcher(name).make_launcher(machine)
 
 
-def check_jobs(options: AuxiliaryOptions, gin: T5xInputs) -> None:
+def check_jobs(options: AuxiliaryOptions, gin: T5xInputs) -> AuxiliaryOptions:
     """Checks everything about the jobs that is known before the first checkpoint.
+
+    Returns:
+      The options without the mixtures of which --skip_missing leaves out every task.
 
     Raises:
       UserError: See `commands.check`, `commands.check_by_dry_run` and `_find_launcher`.
@@ -110,8 +115,10 @@ def check_jobs(options: AuxiliaryOptions, gin: T5xInputs) -> None:
     machine, launcher = _find_launcher(options)
     # Jobs that run elsewhere may find their rows and caches only there, so of those only the gin
     # files are checked.
-    if launcher.on_this_machine:
-        check_by_dry_run(settings, macros, machine.environment)
+    if not launcher.on_this_machine:
+        return options
+    mixtures = check_by_dry_run(settings, macros, machine.environment)
+    return dataclasses.replace(options, auxiliary_job_mixtures=",".join(mixtures))
 
 
 @contextlib.contextmanager
@@ -127,7 +134,11 @@ def auxiliary_jobs_during_training(
     """
     # Check here too: the controller would find a mistake only after training has begun.
     check_address(model_dir, "--model_dir")
-    check_jobs(options, gin)
+    options = check_jobs(options, gin)
+    if not options.mixtures:
+        say("there are no auxiliary jobs: nothing of their mixtures is on this machine")
+        yield
+        return
     asked = json.dumps([dataclasses.asdict(options), dataclasses.asdict(gin)], default=str)
     controller = subprocess.Popen(
         [sys.executable, "-m", __name__, os.fspath(model_dir), asked],

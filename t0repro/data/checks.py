@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import socket
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,14 @@ from t0repro.config.gin.errors import unknown_mixture
 from t0repro.config.model import ModelConfig
 from t0repro.data.cached import count_examples, shards_of
 from t0repro.errors import UserError
+from t0repro.partitioning.processes import gather, is_alone
 from t0repro.progress import say
-from t0repro.tasks.availability import drop_missing_tasks, missing_tasks
+from t0repro.tasks.availability import (
+    SKIP_MISSING,
+    drop_missing_tasks,
+    find_registered,
+    missing_tasks,
+)
 from t0repro.tasks.metrics import metric_names
 from t0repro.tasks.prompt_cache.folders import read_skipped
 from t0repro.tasks.registry import (
@@ -54,6 +61,7 @@ def check_data(inputs: RunInputs, *, skip_missing: bool = False) -> None:
     check_mixture(name)
     if skip_missing:
         drop_missing_tasks(name, inputs.split, use_cached=inputs.use_cached)
+        check_same_tasks(name, inputs.split)
     check_readable(name, inputs.split, use_cached=inputs.use_cached)
     tasks = tasks_with_split(name, inputs.split)
     check_features(tasks, inputs.split, inputs.sequence_length, use_cached=inputs.use_cached)
@@ -61,6 +69,45 @@ def check_data(inputs: RunInputs, *, skip_missing: bool = False) -> None:
         # Packing takes every feature's length, also one that no model reads.
         features = find_tasks(name)[0].output_features
         _check_lengths_given([each for each in features if each not in inputs.sequence_length])
+
+
+def check_same_tasks(name: str, split: str, tasks: Iterable[str] | None = None) -> None:
+    """Checks that all processes read the same tasks, as their hosts may lack different rows.
+
+    Each host makes its batches by itself, so they would differ unnoticed.
+
+    Args:
+      name: The task or mixture.
+      split: The split.
+      tasks: The names of the tasks that this process reads; None for all that have the split.
+
+    Raises:
+      UserError: If the tasks differ, in every process.
+    """
+    if is_alone():
+        return
+    if tasks is None:
+        # A name that is not registered is a later check's.
+        tasks = [task.name for task in find_registered(name) if split in splits_of(task)]
+    processes = gather((socket.gethostname(), list(tasks)))
+    first_host, firsts = processes[0]
+    for index, (host, theirs) in enumerate(processes):
+        sides = {
+            f"process 0 on {first_host}": set(firsts) - set(theirs),
+            f"process {index} on {host}": set(theirs) - set(firsts),
+        }
+        if any(sides.values()):
+            only = (
+                f"only {process} has {some(sorted(names), _NAMES_SHOWN)}"
+                for process, names in sides.items()
+                if names
+            )
+            raise UserError(
+                f"The tasks of {name!r} with the split {split!r} differ between"
+                f" {' and '.join(sides)}: {'; '.join(only)}.",
+                where=SKIP_MISSING,
+                fix="Give every host the same rows and caches.",
+            )
 
 
 def note_uncached(use_cached: bool) -> None:

@@ -6,12 +6,17 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from t0repro.data.checks import check_readable, check_tokens, missing_split_error
+from t0repro.data.checks import (
+    check_readable,
+    check_same_tasks,
+    check_tokens,
+    missing_split_error,
+)
 from t0repro.data.eval_examples import why_task_evaluation_needs_seqio
 from t0repro.errors import UserError
 from t0repro.evaluation.judge import ranks_choices
 from t0repro.evaluation.opened import Checkpoint
-from t0repro.tasks.availability import missing_tasks
+from t0repro.tasks.availability import SKIP_MISSING, missing_tasks
 from t0repro.tasks.metrics import metric_names
 from t0repro.tasks.registry import (
     DescribedTask,
@@ -67,13 +72,16 @@ def select_tasks(
 
     Raises:
       UserError: if there is no such mixture or task, if a task cannot be evaluated in these modes,
-        or if no task has the split (or, with `skip_missing`, its rows).
+        or if no task has the split (or, with `skip_missing`, its rows), or other hosts have the
+        rows of other tasks.
     """
     tasks = _resolve_tasks(mixture, modes)
     ranked = [task for task in tasks if _ranks(task)]
     others = [task for task in tasks if not _ranks(task)]
     _check_modes(mixture, modes, ranked, others)
     left_out = _find_left_out(mixture, tasks, split, skip_missing, use_cached)
+    if skip_missing:
+        check_same_tasks(mixture, split, {task.name for task in tasks} - left_out.keys())
     # Caches first: reading one that is damaged would fail hours later.
     if use_cached:
         held = [task for task in tasks if task.name not in left_out]
@@ -144,6 +152,7 @@ def _find_left_out(
     if len(left_out) == len(tasks):
         raise UserError(
             f"No task of {mixture!r} has rows of split {split!r} here.",
+            where=SKIP_MISSING if skip_missing else None,
             fix="Set T0REPRO_DATA_DIR (or --data) to the folder of the datasets.",
         )
     return left_out

@@ -17,6 +17,7 @@ from t0repro.errors import UserError
 from t0repro.jobs.job import INTERPRETER
 from t0repro.progress import say
 from t0repro.runs.checkpoint_checks import NO_CHECKPOINT_YET
+from t0repro.tasks.availability import SKIP_MISSING
 
 MODEL_DIR, MIXTURE, CHECKPOINT, TRAIN_STEPS, OUTPUT = (
     "MODEL_DIR",
@@ -43,6 +44,7 @@ class JobSettings:
       build_target: "eval" or "train" (T5X's label //t5x:eval is the same), or "rank-eval", which
         options may follow; or any command, in which {INITIAL_CHECKPOINT_PATH} and the other names
         stand for their values.
+      import_allowlist: modules that the jobs' gin files may import; None allows all.
     """
 
     mixtures: tuple[str, ...]
@@ -53,6 +55,7 @@ class JobSettings:
     gin_search_paths: tuple[str, ...] = (".",)
     final_steps: int = 0
     build_target: str = "eval"
+    import_allowlist: tuple[str, ...] | None = None
 
     @property
     def target(self) -> str:
@@ -87,11 +90,13 @@ class JobSettings:
         if self.run_mode:
             # Pass only macros that the files read: t0repro refuses others on the command line.
             replaced = [f"--gin.{name}={values[name]!r}" for name in values if name in macros]
+            allowed = self.import_allowlist
             return (
                 *t0repro,
                 self.run_mode,
                 *(f"--gin_file={name}" for name in self.gin_files),
                 f"--gin_search_paths={','.join(self.gin_search_paths)}",
+                *(() if allowed is None else (f"--gin_import_allowlist={','.join(allowed)}",)),
                 *(f"--gin_bindings={binding}" for binding in self.gin_bindings),
                 *replaced,
                 *options,
@@ -217,6 +222,7 @@ def _check_gin(settings: JobSettings) -> tuple[frozenset[str], list[str]]:
         settings.gin_files,
         settings.gin_bindings,
         settings.gin_search_paths,
+        settings.import_allowlist,
     )
     macros = gin_files.macros_read(files)
     if CHECKPOINT not in macros:
@@ -259,7 +265,7 @@ def _check_gin(settings: JobSettings) -> tuple[frozenset[str], list[str]]:
 
 def check_by_dry_run(
     settings: JobSettings, macros: frozenset[str], environment: Mapping[str, str]
-) -> None:
+) -> list[str]:
     """Checks tasks, splits, caches, vocabularies and lengths, each mixture as its job would.
 
     Each runs in its own process, since registering the jobs' tasks here could clash with the
@@ -270,11 +276,15 @@ def check_by_dry_run(
       macros: The result of `check`.
       environment: Variables for the jobs.
 
+    Returns:
+      The mixtures to make jobs for: all but those of which --skip_missing leaves out every task.
+
     Raises:
       UserError: With the error that would end the job.
     """
     if settings.run_mode is None and settings.target != _RANKING:
-        return
+        return list(settings.mixtures)
+    mixtures = []
     for mixture in settings.mixtures:
         values: dict[str, str | int] = {
             MODEL_DIR: "model_dir",
@@ -295,10 +305,16 @@ def check_by_dry_run(
             check=False,
         )
         if done.returncode:
-            raise UserError(f"The jobs for {mixture} would fail. {_message(done.stderr)}")
+            message = _message(done.stderr)
+            if f"where: {SKIP_MISSING}" in message:
+                say(f"the jobs for {mixture} are left out: {message}")
+                continue
+            raise UserError(f"The jobs for {mixture} would fail. {message}")
+        mixtures.append(mixture)
         for line in [*done.stderr.splitlines(), *done.stdout.splitlines()]:
             if "left out" in line.lower():
                 say(f"the jobs for {mixture}: {line}")
+    return mixtures
 
 
 def _message(said: str) -> str:

@@ -359,7 +359,8 @@ class Controller:
     def _check_settings(self) -> None:
         """Refuses a folder in which other jobs were started.
 
-        New mixtures are allowed, and --skip_missing, which a run may be resumed with or without.
+        New mixtures are allowed, and --skip_missing and --gin_import_allowlist, which a run may be
+        resumed with or without.
         """
         path = self._folder / SETTINGS
         text = _settings_text(dataclasses.asdict(self._settings))
@@ -376,7 +377,8 @@ class Controller:
 def _settings_text(settings: dict[str, Any]) -> str:
     """The settings that a folder's jobs have in common, as JSON."""
     target = commands.drop_skip_missing(settings["build_target"])
-    return json.dumps(settings | {"mixtures": None, "build_target": target}, indent=1) + "\n"
+    common = settings | {"mixtures": None, "build_target": target, "import_allowlist": None}
+    return json.dumps(common, indent=1) + "\n"
 
 
 def _name_of(point: Point) -> str:

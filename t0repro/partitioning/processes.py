@@ -2,8 +2,8 @@
 
 Every process runs the same program on the devices of all of them (jax.distributed). This module
 coordinates them: only the first process writes, the others adopt its choices
-(`broadcast_from_first`), and all wait for each other before they use what was written
-(`wait_for_all`).
+(`broadcast_from_first`), all compare what each has (`gather`), and all wait for each other before
+they use what was written (`wait_for_all`).
 
 A single process counts as the first of one, and all of this has no effect on it. Where one process
 ends, t0repro.partitioning.watch ends the others.
@@ -72,6 +72,16 @@ def broadcast_from_first(value: Callable[[], Value]) -> Value:
         service.key_value_set(key, json.dumps(result))
         return result
     return json.loads(service.blocking_key_value_get(key, _FOR_EVER))
+
+
+def gather(value: Value) -> list[Value]:
+    """Every process's value, by the processes' index; it must be JSON."""
+    if is_alone():
+        return [value]
+    service, name = _client(), f"t0repro/{next(_numbers)}"
+    service.key_value_set(f"{name}/{jax.process_index()}", json.dumps(value))
+    keys = [f"{name}/{index}" for index in range(jax.process_count())]
+    return [json.loads(service.blocking_key_value_get(key, _FOR_EVER)) for key in keys]
 
 
 @functools.cache

@@ -150,6 +150,15 @@ def test_any_command_gets_the_values_where_it_names_them_or_after_it():
     )
 
 
+def test_the_jobs_gin_files_may_import_what_the_training_runs_may(tmp_path):
+    file = tmp_path / "job.gin"
+    file.write_text("import no_such_module\n")
+    settings = JobSettings(("m",), str(file), build_target="train", import_allowlist=("mine",))
+    assert "--gin_import_allowlist=mine" in settings.command({}, frozenset())
+    with pytest.raises(UserError, match="'no_such_module', which --gin_import_allowlist does not"):
+        check(settings)
+
+
 def test_skip_missing_is_handed_on_to_jobs_of_this_projects_own():
     for target in ("eval", "//t5x:eval", "train", "rank-eval --module_import my.tasks"):
         for given in (target, f"{target} --skip_missing", f"{target} --skip-missing"):

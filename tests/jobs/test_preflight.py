@@ -2,7 +2,11 @@
 
 import pytest
 
-from t0repro.cloud.auxiliary import auxiliary_jobs_during_training, check_jobs
+from t0repro.cloud.auxiliary import (
+    auxiliary_jobs_during_training,
+    check_jobs,
+    hand_on_skip_missing,
+)
 from t0repro.cloud.auxiliary_options import AuxiliaryOptions
 from t0repro.config.t5x.gin_files import T5xInputs
 from t0repro.errors import UserError
@@ -40,6 +44,26 @@ def test_a_split_that_no_task_has_stops_the_training_before_it_starts(tmp_path, 
     assert "where: MIXTURE_OR_TASK_SPLIT (utils.DatasetConfig.split)" in message
     assert "fix: Choose one of " in message and "Traceback" not in message
     assert [path.name for path in tmp_path.iterdir()] == ["my_eval.gin"]
+
+
+def test_a_mixture_with_nothing_here_gets_no_jobs_if_missing_rows_may_be_skipped(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("T0REPRO_DATA_DIR", str(tmp_path))
+    options = AuxiliaryOptions(
+        auxiliary_job_mixtures="super_glue_rte_GPT_3_style_score_eval",
+        auxiliary_job_build_target_path="rank-eval --module_import t0repro.tasks.t0",
+    )
+    with pytest.raises(UserError, match=r"would fail\. There are no rows"):
+        check_jobs(options, NO_GIN)
+    said: list[str] = []
+    with (
+        heard_by(said.append),
+        auxiliary_jobs_during_training(tmp_path / "m", hand_on_skip_missing(options), NO_GIN),
+    ):
+        pass
+    assert "super_glue_rte_GPT_3_style_score_eval are left out: No task" in said[0], said
+    assert said[1].startswith("there are no auxiliary jobs") and not (tmp_path / "m").exists()
 
 
 @pytest.mark.parametrize(

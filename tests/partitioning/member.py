@@ -7,7 +7,8 @@ Which one it is, the environment says. JSON: {"folder": model_dir, "steps": last
 [index, signal]} of a process that sends itself a signal, "notice": index of a process that jax
 tells of a preemption, "evaluate": true for scores and texts of the last state, "overflows": true to
 start from parameters with which the first step overflows, and to stop at it, "read": true to write
-and read a large state instead of training}. The first process prints what came out as JSON.
+and read a large state, and to compare tasks, instead of training}. The first process prints what
+came out as JSON.
 """
 
 import dataclasses
@@ -39,7 +40,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from t0repro.config.decoding import DecodingConfig
 from t0repro.config.model import Layout
 from t0repro.config.run import TerminateOnNanConfig
+from t0repro.data.checks import check_same_tasks
 from t0repro.data.resuming import ResumableBatches
+from t0repro.errors import UserError
 from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.generation import generate_tokens
 from t0repro.model.t5 import T5, initial_parameters
@@ -194,6 +197,16 @@ def bytes_read():
     return sum(value["value"] for count in found for value in count["values"])
 
 
+def refused():
+    """How a run is refused whose processes have different tasks, after one that is not."""
+    check_same_tasks("mixture", "train", ["both"])
+    try:
+        check_same_tasks("mixture", "train", ["both", f"task_{jax.process_index()}"])
+    except UserError as error:
+        return error.what
+    return None
+
+
 def read(folder):
     """Reads the state of step 0, which it writes first if it is not there, and compares it."""
     state = large_state(random_values)
@@ -209,6 +222,7 @@ def read(folder):
         "bytes": bytes_read() - before,
         "rows": own.data.shape[0],
         "equal": bool((own.data == wanted.data).all()),
+        "refused": refused(),
     }
 
 

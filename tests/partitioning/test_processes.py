@@ -165,6 +165,11 @@ def test_each_process_reads_its_part_of_a_checkpoint_and_none_goes_on_with_a_dam
     files = [file for file in (tmp_path / "checkpoint_0").rglob("*") if file.is_file()]
     size = sum(file.stat().st_size for file in files)
     assert found["rows"] == 512 and found["equal"]
+    hosts = [f"process {index} on {socket.gethostname()}" for index in range(2)]
+    assert found["refused"] == (
+        f"The tasks of 'mixture' with the split 'train' differ between {hosts[0]} and {hosts[1]}:"
+        f" only {hosts[0]} has task_0; only {hosts[1]} has task_1."
+    )
     assert 0.4 * size < found["bytes"] < 0.6 * size
     # Whichever process finds it, both end.
     largest = max(files, key=lambda file: file.stat().st_size)

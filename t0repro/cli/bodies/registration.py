@@ -13,6 +13,7 @@ from t0repro.config.data import SeqioDataConfig
 from t0repro.config.run import TrainRun
 from t0repro.config.t5x.gin_files import Parsed
 from t0repro.config.t5x.run import read_model_vocabularies
+from t0repro.data.checks import check_same_tasks
 from t0repro.data.seqio_need import why_training_needs_seqio
 from t0repro.errors import needs_reference_tier
 from t0repro.tasks.availability import drop_missing_splits, drop_missing_tasks
@@ -95,3 +96,4 @@ def drop_missing(datasets: Sequence[Any]) -> None:
             drop_missing_splits(name, split, use_cached=cached, kept=kept)
         if number == 0 or name != trained:
             drop_missing_tasks(name, split, use_cached=cached)
+        check_same_tasks(name, split)
