@@ -58,7 +58,6 @@ COMMAND_LINE = [
 JAX = [
     "jax>=0.10.2,<0.12",
     "flax>=0.12.8,<0.13",
-    "nvidia-ml-py",
     "optax>=0.2.8,<0.3",
     "orbax-checkpoint>=0.12.8,<0.13",
 ]

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -441,16 +442,12 @@ def this_machine(folder: Path) -> Machine:
 
 
 def _accelerators() -> list[tuple[str, int]]:
-    import pynvml
-
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
+        lines = subprocess.check_output(query, text=True, stderr=subprocess.DEVNULL).splitlines()
+    except (OSError, subprocess.CalledProcessError):
         # No driver or no GPU: nothing to list.
         return []
-    try:
-        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-        memory = pynvml.nvmlDeviceGetMemoryInfo
-        return [(str(pynvml.nvmlDeviceGetName(gpu)), int(memory(gpu).total)) for gpu in handles]
-    finally:
-        pynvml.nvmlShutdown()
+    gpus = (line.rpartition(", ") for line in lines)
+    # In MiB; a GPU that shares the machine's memory gives "[N/A]".
+    return [(name, int(memory) << 20) for name, _, memory in gpus if memory.isdigit()]

@@ -137,6 +137,27 @@ def _info(path: str, name: str, entry: Mapping[str, Any]) -> TensorInfo:
     return info
 
 
+def file_header(
+    infos: Mapping[str, TensorInfo], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, int]]:
+    """Everything in a file before its tensors, and each tensor's place in the file, by name."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    places, offset = {}, 0
+    for name, info in infos.items():
+        places[name] = offset
+        end = offset + info.nbytes
+        entries[name] = {
+            "dtype": _NAMES[info.dtype],
+            "shape": list(info.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # align tensors to 8 bytes
+    header = struct.pack("<Q", len(text)) + text
+    return header, {name: len(header) + place for name, place in places.items()}
+
+
 class SafetensorsWriter:
     """Writes tensors of known shapes into files of known names, at known places.
 
@@ -158,23 +179,11 @@ class SafetensorsWriter:
             self._prepare(name, [o for o in outputs if o.file == name], metadata)
 
     def _prepare(self, name: str, outputs: list[Output], metadata: Mapping[str, str]) -> None:
-        entries: dict[str, Any] = {"__metadata__": dict(metadata)}
-        offset = 0
-        for output in outputs:
-            entries[output.name] = {
-                "dtype": _NAMES[output.info.dtype],
-                "shape": list(output.info.shape),
-                "data_offsets": [offset, offset + output.info.nbytes],
-            }
-            offset += output.info.nbytes
-        header = json.dumps(entries, separators=(",", ":")).encode()
-        header += b" " * (-len(header) % 8)  # align tensors to 8 bytes
-        for output in outputs:
-            begin, _ = entries[output.name]["data_offsets"]
-            self._places[output.name] = 8 + len(header) + begin
+        header, places = file_header({o.name: o.info for o in outputs}, metadata)
+        self._places |= places
         # Do not truncate: an interrupted writer's tensors may be kept.
         self._files[name] = storage.open_new(storage.join(self._directory, name), resume=True)
-        self._files[name].write(struct.pack("<Q", len(header)) + header)
+        self._files[name].write(header)
 
     def read_back(self, output: Output) -> np.ndarray | None:
         """Returns an earlier writer's bytes for a tensor, or None."""

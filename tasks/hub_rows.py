@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import fnmatch
 import functools
-import importlib
 import json
 import logging
 import os
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.errors import UserError
-from t0repro.hub_files import HUB, HubRepository
+from t0repro.hub_files import HUB
 from t0repro.storage import write_atomically
 from t0repro.tasks.catalog import CatalogEntry, HubPlace
 
@@ -139,10 +138,11 @@ def bytes_to_fetch(entry: CatalogEntry, split: str) -> int:
     Raises:
       UserError: If the hub cannot be reached or does not have the split.
     """
+    # Here, where who lacks it is told what to install.
+    import huggingface_hub  # noqa: F401
+
     place = entry.hub
     assert place is not None
-    # Outside, where who lacks it is told what to install.
-    importlib.import_module("huggingface_hub")
     record = _record(place, split)
     if record.is_file():
         remembered = json.loads(record.read_text(encoding="utf-8"))
@@ -150,13 +150,9 @@ def bytes_to_fetch(entry: CatalogEntry, split: str) -> int:
         if all(_is_cached(place, remembered["commit"], name) for name in remembered["files"]):
             return 0
     with _explain(entry.dataset, entry.subset, place, split):
-        commit, names = _resolve(place, split)
-        endpoint = os.environ.get("HF_ENDPOINT") or HUB
-        hub = HubRepository(endpoint, place.repository, commit, kind="datasets")
-        folders = {name.rpartition("/")[0] for name in names}
-        listed = [file for folder in folders for file in hub.files(folder) or ()]
-    wanted = [file for file in listed if file.path in names]
-    return sum(file.size for file in wanted if not _is_cached(place, commit, file.path))
+        commit, sizes = _ask_hub(place)
+        names = _files(place, split, list(sizes))
+    return sum(sizes[name] for name in names if not _is_cached(place, commit, name))
 
 
 def _is_cached(place: HubPlace, commit: str, name: str) -> bool:
@@ -198,12 +194,8 @@ def _explain(dataset: str, subset: str | None, place: HubPlace, split: str) -> I
 
 def _resolve(place: HubPlace, split: str) -> tuple[str, list[str]]:
     """The branch's commit and the split's files; offline, those of the last download."""
-    import huggingface_hub
-
     try:
-        info = huggingface_hub.HfApi().dataset_info(
-            place.repository, revision=place.revision, timeout=TIMEOUT_SECONDS
-        )
+        commit, sizes = _ask_hub(place)
     # Whatever the network error, use the last download if there is one.
     except Exception:
         record = _record(place, split)
@@ -211,8 +203,17 @@ def _resolve(place: HubPlace, split: str) -> tuple[str, list[str]]:
             raise
         remembered = json.loads(record.read_text(encoding="utf-8"))
         return remembered["commit"], remembered["files"]
-    held = [file.rfilename for file in info.siblings or ()]
-    return str(info.sha), _files(place, split, held)
+    return commit, _files(place, split, list(sizes))
+
+
+def _ask_hub(place: HubPlace) -> tuple[str, dict[str, int]]:
+    """The branch's commit, and the bytes of each file; without a network, it fails at once."""
+    import huggingface_hub
+
+    info = huggingface_hub.HfApi().dataset_info(
+        place.repository, revision=place.revision, timeout=TIMEOUT_SECONDS, files_metadata=True
+    )
+    return str(info.sha), {file.rfilename: file.size or 0 for file in info.siblings or ()}
 
 
 def _files(place: HubPlace, split: str, held: Sequence[str]) -> list[str]:

@@ -110,14 +110,9 @@ def postprocess(
     return list(label_classes).index(text) if text in label_classes else -1
 
 
-def _accuracy(targets: Sequence[Any], predictions: Sequence[Any]) -> dict[str, float]:
-    return {"accuracy": 100 * _sklearn("accuracy_score")(targets, predictions)}
-
-
-def _sequence_accuracy(targets: Sequence[Any], predictions: Sequence[Any]) -> dict[str, float]:
+def _accuracy(name: str, targets: Sequence[Any], predictions: Sequence[Any]) -> dict[str, float]:
     pairs = zip(targets, predictions, strict=True)
-    equal = np.mean([target == found for target, found in pairs])
-    return {"sequence_accuracy": 100 * float(equal)}
+    return {name: 100 * float(np.mean([target == found for target, found in pairs]))}
 
 
 def _f1(targets: Sequence[int], predictions: Sequence[int]) -> dict[str, float]:
@@ -254,7 +249,7 @@ _normalize_trivia_qa = functools.partial(
 
 
 METRIC_FUNCTIONS: Mapping[str, Metric] = {
-    "accuracy": _accuracy,
+    "accuracy": functools.partial(_accuracy, "accuracy"),
     "auc": _auc,
     "bleu": _bleu,
     "coqa_f1": _coqa_f1,
@@ -264,7 +259,7 @@ METRIC_FUNCTIONS: Mapping[str, Metric] = {
     "mean_3class_f1": _mean_f1,
     "pearson_corrcoef": functools.partial(_correlation, "pearson"),
     "rouge": _rouge,
-    "sequence_accuracy": _sequence_accuracy,
+    "sequence_accuracy": functools.partial(_accuracy, "sequence_accuracy"),
     "spearman_corrcoef": functools.partial(_correlation, "spearman"),
     "squad": functools.partial(_question_answering, _normalize_squad),
     "trivia_qa": functools.partial(_question_answering, _normalize_trivia_qa),

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import shutil
-import struct
 import zipfile
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,6 +15,8 @@ import ml_dtypes
 import numpy as np
 
 from t0repro.config.model import DType
+from t0repro.converters.safetensors_files import file_header
+from t0repro.converters.tensors import TensorInfo
 from t0repro.errors import UserError
 from t0repro.progress import say
 from t0repro.storage import write_atomically
@@ -76,22 +77,11 @@ class OutputLayout:
             about = {"descr": self.dtype.str, "fortran_order": False, "shape": shape}
             np.lib.format.write_array_header_2_0(header, about)
             return header.getvalue()
-        end = shape[0] * self.row_bytes
-        entries = {
-            EMBEDDINGS: {
-                "dtype": {2: "BF16", 4: "F32"}[self.dtype.itemsize],
-                "shape": shape,
-                "data_offsets": [0, end],
-            },
-            OFFSETS: {
-                "dtype": "I64",
-                "shape": self.offsets.shape,
-                "data_offsets": [end, end + self.offsets.nbytes],
-            },
+        infos = {
+            EMBEDDINGS: TensorInfo(shape, self.dtype),
+            OFFSETS: TensorInfo(self.offsets.shape, self.offsets.dtype),
         }
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # align the arrays
-        return struct.pack("<Q", len(text)) + text
+        return file_header(infos)[0]
 
     def finish(self, file: BinaryIO, out: Path) -> None:
         """Completes the output and gives it its name."""

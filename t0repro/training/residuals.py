@@ -5,6 +5,7 @@ Counted by tracing; nothing is compiled.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,18 +35,10 @@ def residual_bytes(loss: Callable[[Any, Any], Any], parameters: Any, inputs: Any
 
     jaxpr = jax.make_jaxpr(residuals)(inputs, parameters).jaxpr
     count = len(jax.tree.leaves(inputs))
-    dependent = _dependent(jaxpr, [index < count for index in range(len(jaxpr.invars))])
-    made_by = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
-
-    def is_view(variable: Any) -> Any:
-        """The array that a view shows, so that two views of it count once."""
-        while variable in made_by and made_by[variable].primitive.name in _VIEWS:
-            variable = made_by[variable].invars[0]
-        return variable
-
-    kept = {is_view(x) for x in jaxpr.outvars if isinstance(x, Var) and x in dependent}
+    arguments = [_Array(x.aval, index < count) for index, x in enumerate(jaxpr.invars)]
+    kept = {array for array in _results(jaxpr, arguments) if array.depends}
     # The batch itself is an argument of the program; `recompute = 'offload'` saves to host memory.
-    arrays = [x.aval for x in kept.difference(jaxpr.invars)]
+    arrays = [array.aval for array in kept.difference(arguments)]
     arrays = [x for x in arrays if x.memory_space != jax.memory.Space.Host]
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
 
@@ -58,14 +51,38 @@ def bytes_per_device(tree: Any) -> int:
     )
 
 
-def _dependent(jaxpr: Any, given: Sequence[bool]) -> set[Var]:
-    """The variables of a jaxpr that depend on the given inputs."""
-    found = {variable for variable, known in zip(jaxpr.invars, given, strict=True) if known}
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Array:
+    """An array that a jaxpr reads or makes, and whether it depends on the marked inputs."""
+
+    aval: Any
+    depends: bool
+
+
+def _results(jaxpr: Any, arguments: Sequence[_Array]) -> list[_Array]:
+    """The arrays that a jaxpr returns: of a view the array that it shows, also out of a call.
+
+    Layers that share a trace are calls of one body, which jax inlines before 0.11.
+    """
+    arrays = dict(zip(jaxpr.invars, arguments, strict=True))
+
+    def read(variables: Sequence[Any]) -> list[_Array]:
+        return [
+            arrays[x] if isinstance(x, Var) and x in arrays else _Array(x.aval, False)
+            for x in variables
+        ]
+
     for equation in jaxpr.eqns:
-        inputs = [isinstance(x, Var) and x in found for x in equation.invars]
-        outputs = _outputs(equation, inputs)
-        found.update(x for x, known in zip(equation.outvars, outputs, strict=True) if known)
-    return found
+        inputs = read(equation.invars)
+        if equation.primitive.name in _VIEWS:
+            made = inputs[:1]
+        elif equation.primitive.name == "jit":
+            made = _results(equation.params["jaxpr"].jaxpr, inputs)
+        else:
+            depends = _outputs(equation, [array.depends for array in inputs])
+            made = [_Array(x.aval, is_) for x, is_ in zip(equation.outvars, depends, strict=True)]
+        arrays.update(zip(equation.outvars, made, strict=True))
+    return read(jaxpr.outvars)
 
 
 def _outputs(equation: Any, inputs: list[bool]) -> list[bool]:
@@ -81,7 +98,7 @@ def _outputs(equation: Any, inputs: list[bool]) -> list[bool]:
     if not any(inputs) or len(inner) != 1 or len(inner[0].invars) != len(inputs):
         return [any(inputs)] * len(equation.outvars)
     (body,) = inner
-    outputs = _results(body, inputs)
+    outputs = _dependence(body, inputs)
     if equation.primitive.name == "scan":
         # A scan takes constants, carried values and slices of arrays, and returns carried values
         # and slices. Outside of its body a slice has one more axis; jax names the counts
@@ -93,7 +110,7 @@ def _outputs(equation: Any, inputs: list[bool]) -> list[bool]:
         while any(new := [b and not a for a, b in zip(inputs[start:stop], outputs, strict=False)]):
             merged = [a or b for a, b in zip(inputs[start:stop], new, strict=True)]
             inputs = [*inputs[:start], *merged, *inputs[stop:]]
-            outputs = _results(body, inputs)
+            outputs = _dependence(body, inputs)
     return outputs
 
 
@@ -102,6 +119,6 @@ def _count_whole(outside: Sequence[Any], inside: Sequence[Any]) -> int:
     return sum(x.aval.ndim == y.aval.ndim for x, y in zip(outside, inside, strict=True))
 
 
-def _results(jaxpr: Any, given: Sequence[bool]) -> list[bool]:
-    dependent = _dependent(jaxpr, given)
-    return [isinstance(x, Var) and x in dependent for x in jaxpr.outvars]
+def _dependence(jaxpr: Any, given: Sequence[bool]) -> list[bool]:
+    arguments = [_Array(x.aval, known) for x, known in zip(jaxpr.invars, given, strict=True)]
+    return [array.depends for array in _results(jaxpr, arguments)]

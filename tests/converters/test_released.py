@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -239,6 +240,14 @@ def test_a_plan_counts_parameters_gradients_and_slots():
     assert needed.training == 2 * needed.disk + slots
     # Adafactor's factored moments are a row and a column for each matrix: next to nothing.
     assert 0 < slots < needed.disk / 200
+
+
+def test_a_plan_lists_gpus_that_have_memory_of_their_own(tmp_path, monkeypatch):
+    command = tmp_path / "nvidia-smi"
+    command.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771'\necho 'NVIDIA GB10, [N/A]'\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert released.this_machine(tmp_path).accelerators == (("NVIDIA H200", 143771 << 20),)
 
 
 def test_slots_are_counted_as_a_checkpoint_has_them(tiny_checkpoint):

@@ -35,12 +35,14 @@ class Hub(http.server.BaseHTTPRequestHandler):
     def _answer(self, body):
         path = self.path.split("?")[0]
         about = re.fullmatch(rf"/api/datasets/([^/]+/[^/]+)/revision/{BRANCH}", path)
-        tree = re.fullmatch(r"/api/(?:datasets|models)/([^/]+/[^/]+)/tree/[^/]+/(.*)", path)
+        tree = re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/[^/]+/(.*)", path)
         file = re.fullmatch(r"(?:/datasets)?/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
         if about and (FOLDER / about[1]).is_dir():
             root = FOLDER / about[1]
-            names = sorted(str(each.relative_to(root)) for each in root.rglob("*.parquet"))
-            siblings = [{"rfilename": name} for name in names]
+            siblings = [
+                {"rfilename": str(path.relative_to(root)), "size": path.stat().st_size}
+                for path in sorted(root.rglob("*.parquet"))
+            ]
             content = {"id": about[1], "sha": COMMIT, "siblings": siblings}
             self._send(200, json.dumps(content).encode(), body)
         elif tree and (FOLDER / tree[1] / tree[2]).is_dir():
