@@ -16,7 +16,13 @@ from t0repro.compat import installed_version
 from t0repro.converters import adapter_files, hf, hf_config, hf_files, jax_tree, model_gin, mtf
 from t0repro.converters.adapter_files import AdapterCheckpoint, AdapterNote
 from t0repro.converters.jax_tree import Layout
-from t0repro.converters.model_files import arithmetic, arithmetic_source, gin_text
+from t0repro.converters.model_files import (
+    T5X_CONFIG,
+    arithmetic,
+    arithmetic_source,
+    gin_text,
+    t5x_gin_text,
+)
 from t0repro.converters.own_tokenizer import tokenizer_of
 from t0repro.converters.safetensors_files import SafetensorsWriter, index_text
 from t0repro.converters.tensors import (
@@ -338,7 +344,26 @@ def make_conversion(
             " scalable_t5 keeps them; converting back cannot restore them."
         )
     small_files = {**tokenizer, **conversion.small_files}
+    if family.decoder_only:
+        notes += _note_buckets(computed, target.format)
+        # Only a gin file says whether the inputs attend in both directions.
+        if t5x_text := t5x_gin_text(source):
+            small_files[T5X_CONFIG] = t5x_text.encode()
     return dataclasses.replace(conversion, small_files=small_files, notes=tuple(notes))
+
+
+def _note_buckets(computed: hf_config.Computation, to: str) -> list[str]:
+    """What Mesh TensorFlow and T5X compute differently of a prefix LM's weights."""
+    one_way = computed.one_way_position_buckets
+    if not computed.input_full_attention or to != ("mtf" if one_way else "t5x"):
+        return []
+    peer, other = ("Mesh TensorFlow", "T5X") if one_way else ("T5X", "Mesh TensorFlow")
+    return [
+        f"This is a prefix LM of {other}'s, and {peer} computes another function of its weights:"
+        " T5X counts all later positions as distance 0; Mesh TensorFlow divides the buckets of its"
+        " position bias between the two directions. t0repro goes by the gin file beside the"
+        " checkpoint."
+    ]
 
 
 def _plan_hf(

@@ -81,6 +81,8 @@ class Computation:
       epsilon: added to the mean square in every layer norm.
       scale_tied_logits: whether logits from the embedding are scaled by d_model**-0.5.
       scale_queries: whether queries are divided by d_kv**0.5, an option of T5X's contrib/gpu.
+      input_full_attention: whether inputs attend in both directions in a model without an encoder.
+      one_way_position_buckets: whether such inputs count later positions as distance 0, as in T5X.
     """
 
     activations: tuple[Activation, ...]
@@ -88,6 +90,8 @@ class Computation:
     epsilon: float = _EPSILON
     scale_tied_logits: bool = True
     scale_queries: bool = False
+    input_full_attention: bool = False
+    one_way_position_buckets: bool = False
 
 
 def arithmetic_of(config: Mapping[str, Any], where: str) -> Computation:

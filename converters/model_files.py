@@ -26,8 +26,8 @@ from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape
 
 # A run writes these beside its checkpoints: what Mesh TensorFlow and T5X call their gin files.
-_T5X_CONFIG = "config.gin"
-_GIN_FILES = (OPERATIVE_CONFIG, _T5X_CONFIG)  # Mesh TensorFlow's and T5X's
+T5X_CONFIG = "config.gin"
+_GIN_FILES = (OPERATIVE_CONFIG, T5X_CONFIG)  # Mesh TensorFlow's and T5X's
 _MODEL_INFO = "model-info.txt"  # T5X's list of variables
 _VARIABLE = re.compile(r"Variable\s+(?:params/)?(\S+)\s+size")
 _PARAMETERS_END = "Total number of parameters:"
@@ -73,6 +73,12 @@ def gin_text(ref: CheckpointRef, gin_file: str | os.PathLike[str] | None = None)
     return storage.read(file).decode() if storage.is_file(file) else None
 
 
+def t5x_gin_text(ref: CheckpointRef) -> str | None:
+    """The text of the config.gin that T5X, or a run here, wrote beside a checkpoint."""
+    file = ref.beside(T5X_CONFIG)
+    return storage.read(file).decode() if storage.is_file(file) else None
+
+
 def arithmetic(
     ref: CheckpointRef,
     family: ModelShape,
@@ -92,8 +98,8 @@ def arithmetic(
     """
     bound = {}
     # T5X's file first: what a training run here wrote says more, and wins.
-    if storage.is_file(file := ref.beside(_T5X_CONFIG)):
-        bound = bound_arithmetic(storage.read(file).decode(), file)
+    if t5x_text := t5x_gin_text(ref):
+        bound = bound_arithmetic(t5x_text, ref.beside(T5X_CONFIG))
     if text:
         bound |= bound_arithmetic(text, gin_file or ref.beside(OPERATIVE_CONFIG))
     if ref.format != "hf":

@@ -69,6 +69,8 @@ _ARITHMETIC = {
     ("T5Config", "mlp_activations"): "activations",
     ("T5Config", "scale_attn_logits"): "scale_queries",
     ("TransformerConfig", "mlp_activations"): "activations",
+    ("Unitransformer", "input_full_attention"): "input_full_attention",
+    ("DecoderOnlyModel", "inputs_bidirectional_attention"): "one_way_full_attention",
     ("jax_model", "relative_attention_max_distance"): "max_distance",
     ("jax_model", "exact_gelu"): "exact_gelu",
     ("jax_model", "scale_tied_logits"): "scale_tied_logits",
@@ -193,6 +195,8 @@ def bound_arithmetic(text: str, path: str | os.PathLike[str]) -> dict[str, Bindi
     if activations and exact_gelu and exact_gelu.value:
         value = tuple("gelu_exact" if name == "gelu" else name for name in activations.value)
         bound["activations"] = dataclasses.replace(activations, value=value)
+    if one_way := bound.pop("one_way_full_attention", None):
+        bound |= dict.fromkeys(("input_full_attention", "one_way_position_buckets"), one_way)
     return bound
 
 

@@ -1,5 +1,7 @@
 """Scores distinct (input, choice) pairs on the device: each input is encoded once for all choices.
 
+A model without an encoder reads each pair as one text, so it reads an input once for each choice.
+
 A pair's score is the one that Mesh TensorFlow's mode "score" gives: the sum over the choice's
 tokens, EOS included, of log p given the input. In float32 the two agree to rounding for any batch
 size, grouping and order, because neither the rows of a batch nor the segments of a row (packed
@@ -23,6 +25,7 @@ from t0repro.evaluation.grouping import (
     Batching,
     DecoderRows,
     PlannedBatch,
+    TextRows,
     make_batching,
     side_by_side,
 )
@@ -160,8 +163,11 @@ class Engine:
 
     def _dispatch(
         self, batch: PlannedBatch, pairs: Pairs
-    ) -> list[tuple[DecoderRows, dict[str, jax.Array]]]:
+    ) -> list[tuple[DecoderRows | TextRows, dict[str, jax.Array]]]:
         """Queues a batch on the device and returns without waiting for it."""
+        if self.model.config.decoder_only:
+            with use_devices_of(self.params):
+                return [(rows, self._read(rows)) for rows in batch.text_rows(pairs)]
         inputs, segments = self._pad_rows(*batch.inputs(pairs))
         with use_devices_of(self.params):
             memory = encode(self.model, self.params, inputs, segments)
@@ -179,6 +185,10 @@ class Engine:
                 )
                 for rows in batch.decoder_rows(pairs)
             ]
+
+    def _read(self, rows: TextRows) -> dict[str, jax.Array]:
+        arrays = self._pad_rows(rows.texts, rows.segments, rows.full_attention)
+        return read_texts(self.model, self.params, *arrays, misses=self.misses)
 
     def _pad_rows(self, *arrays: np.ndarray) -> list[np.ndarray]:
         """Arrays padded with rows until they shard evenly across the devices."""
@@ -234,7 +244,7 @@ def score_examples(
 
 
 def _sum_by_pair(
-    batch: PlannedBatch, parts: Sequence[tuple[DecoderRows, Mapping[str, np.ndarray]]]
+    batch: PlannedBatch, parts: Sequence[tuple[DecoderRows | TextRows, Mapping[str, np.ndarray]]]
 ) -> Scored:
     """Sums the tokens' values for each pair, in float64."""
     pairs = batch.pairs
@@ -302,6 +312,42 @@ def decode(
         hidden=True,
         method=T5.decode,
     )
+    return _token_values(model, params, hidden, targets, misses)
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames="misses")
+def read_texts(
+    model: T5,
+    params: dict,
+    texts: Int[Array, "batch length"],
+    segments: Int[Array, "batch length"],
+    full_attention: Int[Array, "batch length"],
+    misses: bool = False,
+) -> dict[str, Float[Array, "batch length"]]:
+    """The values of `decode` for each token of the texts of a model without an encoder.
+
+    Args:
+      model: the model.
+      params: its parameters.
+      texts: see grouping.TextRows, as for the next two.
+      segments: segment ids.
+      full_attention: where a prefix LM attends in both directions.
+      misses: whether to return `misses` too.
+
+    Source: t5x.models.DecoderOnlyModel.score_batch.
+    """
+    batch = {
+        "targets": texts,
+        "targets_segmentation": segments,
+        "full_attention": full_attention,
+    }
+    hidden = model.apply({"params": params}, batch, hidden=True)
+    return _token_values(model, params, hidden, texts, misses)
+
+
+def _token_values(
+    model: T5, params: dict, hidden: Any, targets: Int[Array, "batch length"], misses: bool
+) -> dict[str, Float[Array, "batch length"]]:
     assert isinstance(hidden, jax.Array)
 
     def token_values(logits: Array, targets: Array) -> dict[str, Array]:

@@ -60,6 +60,24 @@ class DecoderRows:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class TextRows:
+    """Rows of a model without an encoder, which reads a pair's input and choice as one text.
+
+    Attributes:
+      texts: token ids, 0 at padding.
+      segments: segment ids, 1, 2, ... by text; 0 at padding.
+      full_attention: 1 where a prefix LM attends in both directions (T5X's
+        decoder_causal_attention): at an input and at the position that reads its last token.
+      pair: the pair that each choice's token belongs to; -1 at inputs and padding.
+    """
+
+    texts: Int[np.ndarray, "batch length"]
+    segments: Int[np.ndarray, "batch length"]
+    full_attention: Int[np.ndarray, "batch length"]
+    pair: Int[np.ndarray, "batch length"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class PlannedBatch:
     """Rows of inputs to encode together, with the choices to decode for each.
 
@@ -121,6 +139,35 @@ class PlannedBatch:
         count = max(len(row.pieces) for row in self.rows)
         return [self._piece(pairs, piece) for piece in range(count)]
 
+    def text_rows(self, pairs: Pairs) -> list[TextRows]:
+        """Rows of a model without an encoder: every pair's input, repeated, and choice.
+
+        Each planned row becomes rows of one length, of which each array has one.
+        """
+        length = self.inputs_length + self.targets_length
+        split = [_split_texts(pairs, row, length) for row in self.rows]
+        count = max(map(len, split))
+        return [
+            self._texts(pairs, [texts[at] if at < len(texts) else () for texts in split])
+            for at in range(count)
+        ]
+
+    def _texts(self, pairs: Pairs, members: Sequence[Sequence[int]]) -> TextRows:
+        shape = (self.size, self.inputs_length + self.targets_length)
+        ids, segments, full_attention = (np.zeros(shape, np.int32) for _ in range(3))
+        owner = np.full(shape, -1, np.int64)
+        for at, row in enumerate(members):
+            start = 0
+            for segment, pair in enumerate(row, 1):
+                source, target = pairs.inputs[pairs.input_of[pair]], pairs.targets[pair]
+                choice = start + len(source)
+                end = choice + len(target)
+                ids[at, start:choice], ids[at, choice:end] = source, target
+                segments[at, start:end], owner[at, choice:end] = segment, pair
+                full_attention[at, start : choice + 1] = 1
+                start = end
+        return TextRows(ids, segments, full_attention, owner)
+
     def _piece(self, pairs: Pairs, piece: int) -> DecoderRows:
         shape = (self.size, self.targets_length)
         targets, segments, reads = (np.zeros(shape, np.int32) for _ in range(3))
@@ -135,6 +182,20 @@ class PlannedBatch:
                 reads[at, place] = source[int(pairs.input_of[pair])]
                 owner[at, place] = pair
         return DecoderRows(targets, segments, reads, owner)
+
+
+def _split_texts(pairs: Pairs, row: Row, length: int) -> list[list[int]]:
+    """A row's pairs, by rows of at most `length` tokens of inputs and choices."""
+    rows: list[list[int]] = []
+    room = 0
+    for pair in (pair for piece in row.pieces for pair in piece):
+        tokens = len(pairs.inputs[pairs.input_of[pair]]) + len(pairs.targets[pair])
+        if not rows or tokens > room:
+            rows.append([])
+            room = length
+        rows[-1].append(pair)
+        room -= tokens
+    return rows
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

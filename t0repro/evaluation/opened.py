@@ -14,6 +14,7 @@ import numpy as np
 
 from t0repro.config.model import (
     Activation,
+    Arithmetic,
     DType,
     DTypePolicy,
     Layout,
@@ -93,7 +94,7 @@ def open_checkpoint(
       model_parallelism: number of devices that share each layer.
 
     Raises:
-      UserError: if there is no checkpoint, or it is damaged, incomplete or no T5 with an encoder.
+      UserError: if there is no checkpoint, or it is damaged, incomplete or no T5.
     """
     from t0repro.converters import sources
     from t0repro.converters.adapter_files import is_adapter, open_adapter
@@ -104,7 +105,7 @@ def open_checkpoint(
         where = sources.base_of(ref).path
         base = open_checkpoint(where, None, activation, model_parallelism)
         return attach_adapter(base, open_adapter(ref))
-    tree = _open_tree_with_encoder(ref, path)
+    tree = sources.open_tree(ref, slots=False)
     return _load(ref, tree, path, activation, model_parallelism)
 
 
@@ -134,27 +135,13 @@ def check_checkpoint(
         found = dataclasses.replace(base, path=path, folders=(ref.folder, *base.folders))
         owns.append(open_adapter(ref))
     else:
-        _, config = _infer_model(ref, _open_tree_with_encoder(ref, path), path)
+        _, config = _infer_model(ref, sources.open_tree(ref, slots=False), path)
         choose(Layout(model=model_parallelism), config, where="--model_parallelism")
         model = T5(config, DTypePolicy("float32", "float32", "float32"))
         found = Checkpoint(path, 0, "", {}, model, (ref.folder,))
     for own in owns:
         own.check_shape(own.note.adapter, found.model.config.shape)
     return found
-
-
-def _open_tree_with_encoder(ref: CheckpointRef, path: str) -> Mapping[str, StoredTensor]:
-    """A checkpoint's tensors, of which none is read yet."""
-    from t0repro.converters import sources
-
-    tree = sources.open_tree(ref, slots=False)
-    if naming.is_decoder_only(tree):
-        raise UserError(
-            "Rank evaluation scores models with an encoder; this one has none.",
-            where=path,
-            fix="Score a language model with t5_mesh_transformer's mode score_from_dataset.",
-        )
-    return tree
 
 
 def open_encoder(path: str, activation: DType, step: int | None = None) -> Checkpoint:
@@ -384,6 +371,9 @@ def make_scoring_config(
         label_smoothing=0.0,
         z_loss=0.0,
         loss_denominator=None,
+        model_type="lm" if family.decoder_only else "bitransformer",
+        input_full_attention=computed.input_full_attention,
+        arithmetic=Arithmetic(one_way_position_buckets=computed.one_way_position_buckets),
     )
     config.check_position_buckets(path)
     return config

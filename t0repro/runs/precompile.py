@@ -13,12 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.config.run import Run
+from t0repro.config.data import SeqioDataConfig
+from t0repro.config.run import Run, TrainRun
 from t0repro.partitioning.devices import Partitioning, describe_devices
+from t0repro.partitioning.memory import ASSUMED_LENGTH
 from t0repro.partitioning.topologies import Chip
 from t0repro.runs.fitting import fits, format_gib
 from t0repro.runs.programs import Program, arranged, compiled_programs, shard_over
 from t0repro.storage import write_atomically
+from t0repro.training.rematerialization import passed_through_lengths
 
 
 def precompile(
@@ -46,6 +49,7 @@ def precompile(
     yield describe_devices(partitioning, config.layout)
     if why:
         yield why
+    yield from length_assumptions(config)
     for program in compiled_programs(run, partitioning):
         yield from described(program, run, partitioning, chip)
         found(figures(program, partitioning, chip))
@@ -55,6 +59,21 @@ def precompile(
         if t5x_folder is not None and program.modules:
             files = write_t5x_files(t5x_folder, program, partitioning)
             yield f"  HLO: {', '.join(map(str, files))}"
+
+
+def length_assumptions(config: Run) -> Iterator[str]:
+    """A line if the data do not say how long the rows of a compiled step are."""
+    if not isinstance(config, TrainRun):
+        return
+    data = config.plan.train_data
+    if not isinstance(data, SeqioDataConfig) or data.converter != "pass_through":
+        return
+    if unbound := [name for name, n in passed_through_lengths(config).items() if n is None]:
+        yield (
+            f"The task gives the model's features, and no length is bound for"
+            f" {' and '.join(unbound)}: rows of {ASSUMED_LENGTH} tokens are assumed. Bind them in"
+            " TASK_FEATURE_LENGTHS."
+        )
 
 
 def write_t5x_files(folder: Path, program: Program, partitioning: Partitioning) -> list[Path]:

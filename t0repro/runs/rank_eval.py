@@ -30,7 +30,7 @@ from t0repro.evaluation.evaluation_folder import (
     claim_step,
     journal_folder,
 )
-from t0repro.evaluation.generation import decode_examples
+from t0repro.evaluation.generation import check_has_encoder, decode_examples
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.rank_run import RankRun, ScoredChunk
 from t0repro.evaluation.reading import CHUNKS_IN_BUFFER, TaskReader, read_buffers
@@ -134,6 +134,8 @@ def rank_eval(
         say(f"Left out: {reasons_in_words(selected.left_out)}.")
     names = (*selected.ranked, *selected.generated)
     vocabulary = check_vocabulary(names, checkpoint)
+    if selected.generated:
+        check_has_encoder(checkpoint.model, checkpoint.path)
     # Do this before writing, so that two evaluations cannot mix their results.
     claim_step(out, checkpoint, mixture, settings, add_step=add_step, force=force)
     metrics = MetricLog(out, writers=[event_writer(out)])

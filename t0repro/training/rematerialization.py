@@ -138,8 +138,9 @@ def batch_shapes(run: TrainRun) -> dict[str, tuple[int, int]]:
     if converter == "decoder":
         targets = sum((run.sequence_length or assumed).values())
     elif converter == "pass_through":
-        inputs = lengths.get("encoder_input_tokens", ASSUMED_LENGTH)
-        targets = lengths.get("decoder_target_tokens", ASSUMED_LENGTH)
+        passed = passed_through_lengths(run)
+        inputs = passed.get("encoder_input_tokens") or ASSUMED_LENGTH
+        targets = passed["decoder_target_tokens"] or ASSUMED_LENGTH
     shapes = {"targets": (rows, targets)}
     if not run.model.decoder_only:
         shapes = {"inputs": (rows, inputs), **shapes}
@@ -150,6 +151,21 @@ def batch_shapes(run: TrainRun) -> dict[str, tuple[int, int]]:
     if converter == "decoder" and run.model.input_full_attention:
         shapes["full_attention"] = shapes["targets"]
     return shapes
+
+
+def passed_through_lengths(run: TrainRun) -> dict[str, int | None]:
+    """Tokens in a row of the features that a task itself gives to a model; None if unbound.
+
+    No length is applied to them, but the run's settings have lengths for what the task reads.
+    """
+    bound = run.sequence_length or {}
+    read = {"decoder_target_tokens": ("inputs", "targets")}
+    if not run.model.decoder_only:
+        read = {"encoder_input_tokens": ("inputs",), "decoder_target_tokens": ("targets",)}
+    return {
+        feature: bound.get(feature) or sum(bound.get(part, 0) for part in parts) or None
+        for feature, parts in read.items()
+    }
 
 
 def _measure_saved_activations(

@@ -9,10 +9,12 @@ import pytest
 from t0repro.config.model import DTypePolicy
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, initial_parameters
+from t0repro.runs.precompile import length_assumptions
 from t0repro.training.models import make_model
 from t0repro.training.rematerialization import batch_shapes
 
-from ..config.t5x_trainings import BIDIRECTIONAL, decoder_only_config
+from ..config.t5x_trainings import BIDIRECTIONAL, PASSED_THROUGH, decoder_only_config
+from ..helpers.t5x_decoder import logits_by_hand
 
 # Two packed examples, then one with padding. The second example of the first row has loss on its
 # inputs too, as a task of its own may say.
@@ -24,63 +26,6 @@ BATCH = {
     "decoder_loss_weights": [[0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1, 0, 0]],
 }
 BATCH = {name: np.asarray(rows, np.int32) for name, rows in BATCH.items()}
-
-
-def norm(x, scale):
-    return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + 1e-6) * scale
-
-
-def gelu(x):
-    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-
-
-def bucket(distance):
-    """Of 32 buckets, 16 hold one distance each; the others share those up to 128."""
-    if distance < 16:
-        return max(distance, 0)
-    return min(31, 16 + int(np.log(distance / 16) / np.log(128 / 16) * 16))
-
-
-def visible(batch, bidirectional):
-    """Causal, or both in the inputs; never padding, never another example: [batch, query, key]."""
-    length = batch["decoder_target_tokens"].shape[1]
-    seen = np.tril(np.ones((length, length), bool))[None]
-    if bidirectional:
-        inputs = batch["decoder_causal_attention"] > 0
-        seen = seen | (inputs[:, :, None] & inputs[:, None, :])
-    tokens = batch["decoder_target_tokens"] > 0
-    seen = seen & tokens[:, :, None] & tokens[:, None, :]
-    if (segments := batch.get("decoder_segment_ids")) is not None:
-        seen = seen & (segments[:, :, None] == segments[:, None, :])
-    return seen
-
-
-def logits_by_hand(params, batch, bidirectional):
-    """T5X's decoder in float64."""
-    params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)["decoder"]
-    length = batch["decoder_target_tokens"].shape[1]
-    places = np.arange(length)
-    buckets = np.vectorize(bucket)(places[:, None] - places)
-    bias = params["relpos_bias"]["rel_embedding"][:, buckets]
-    mask = np.where(visible(batch, bidirectional), 0.0, -1e10)[:, None]
-    table = params["token_embedder"]["embedding"]
-    x = table[batch["decoder_input_tokens"]]
-    for index in range(2):
-        layer = params[f"layers_{index}"]
-        normed = norm(x, layer["pre_self_attention_layer_norm"]["scale"])
-        query, key, value = (
-            (normed @ layer["self_attention"][name]["kernel"]).reshape(*x.shape[:2], 2, 4)
-            for name in ("query", "key", "value")
-        )
-        scores = np.einsum("bqhd,bkhd->bhqk", query, key) + bias + mask
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
-        mixed = np.einsum("bhqk,bkhd->bqhd", weights, value).reshape(*x.shape[:2], 8)
-        x = x + mixed @ layer["self_attention"]["out"]["kernel"]
-        normed, mlp = norm(x, layer["pre_mlp_layer_norm"]["scale"]), layer["mlp"]
-        hidden = gelu(normed @ mlp["wi_0"]["kernel"]) * (normed @ mlp["wi_1"]["kernel"])
-        x = x + hidden @ mlp["wo"]["kernel"]
-    return norm(x, params["decoder_norm"]["scale"]) @ table.T / np.sqrt(8)
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -190,3 +135,21 @@ def test_the_compiled_steps_batch_has_the_features_that_are_trained_on(tmp_path)
         )
     )
     assert shapes.keys() == model.features(BATCH).keys() - {"decoder_inputs"}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "rows"),
+    [
+        ("{'decoder_target_tokens': 12}", 12),
+        ("{'inputs': 8, 'targets': 6}", 14),  # what the task reads
+        ("{'my_feature': 6}", 512),
+    ],
+)
+def test_passed_through_rows_are_as_long_as_the_runs_settings_say(lengths, rows, tmp_path):
+    run = decoder_only_config(
+        tmp_path, PASSED_THROUGH, "from t5x import utils",
+        f"train/utils.DatasetConfig.task_feature_lengths = {lengths}",
+    )  # fmt: skip
+    assert batch_shapes(run)["targets"] == (4, rows)
+    lines = list(length_assumptions(run))
+    assert len(lines) == (rows == 512) and all("rows of 512 tokens" in line for line in lines)

@@ -8,9 +8,12 @@ import pytest
 from t0repro.config.mtf import dialect
 from t0repro.config.mtf.parser import MeshInputs
 from t0repro.config.optimizer import AdamWeightDecayConfig
+from t0repro.evaluation.engine import score_examples
+from t0repro.model.t5 import T5
 from t0repro.parameters import naming
 from t0repro.parity.jax_run import run_jax
 from t0repro.parity.mesh_jobs import MeshJob, run_mesh, save_batches
+from t0repro.training.train_state import parameters_from_flat_tree
 
 from .mesh_reference import packed_batch, unpacked_batch
 
@@ -100,6 +103,9 @@ VARIANTS = [
 ]
 
 
+SCORED = "lm with an unpadded row"
+
+
 def batches(variant):
     generator = np.random.default_rng(1)
     make = packed_batch if variant.packed else unpacked_batch
@@ -125,7 +131,8 @@ def mesh(tmp_path_factory):
     jobs = []
     for index, variant in enumerate(VARIANTS):
         path = save_batches(folder / f"{index}.npz", batches(variant))
-        jobs.append(MeshJob(str(folder / str(index)), inputs(variant), path, snapshots=(1,)))
+        out, scored = str(folder / str(index)), path if variant.name == SCORED else None
+        jobs.append(MeshJob(out, inputs(variant), path, snapshots=(1,), scored=scored))
     results = run_mesh(jobs)
     return {variant.name: result for variant, result in zip(VARIANTS, results, strict=True)}
 
@@ -177,6 +184,23 @@ def test_losses_and_the_state_after_a_step_agree_with_mesh_tensorflow(mesh, vari
     trained = [key for key in start if key.startswith(naming.PARAMETERS)]
     assert moved == len(trained) - len(frozen)
     assert bool(frozen) == ("variable_filter" in str(variant.params))
+
+
+def test_a_language_model_scores_texts_as_mesh_tensorflow_does(mesh):
+    (variant,) = [each for each in VARIANTS if each.name == SCORED]
+    config, theirs = dialect.load(inputs(variant)).run, mesh[SCORED]
+    params = parameters_from_flat_tree(read_tree(theirs.checkpoint(0), config.model))
+    # Mesh TensorFlow's `lm` scores the whole text, which is a choice's score and its input's.
+    texts = [text[text > 0] for batch in batches(variant) for text in batch["targets"]]
+    cuts = [len(text) // 2 for text in texts]
+    halves = [
+        {"inputs": text[:cut], "targets": text[cut:]} for text, cut in zip(texts, cuts, strict=True)
+    ]
+    firsts = [{"inputs": [], "targets": text[:cut]} for text, cut in zip(texts, cuts, strict=True)]
+    scores = score_examples(params, T5(config.model, config.dtypes), [*halves, *firsts], None)
+    np.testing.assert_allclose(
+        scores[: len(texts)] + scores[len(texts) :], theirs.arrays["scores"], rtol=1e-5
+    )
 
 
 def root_mean_square(x):

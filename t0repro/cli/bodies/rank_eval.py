@@ -26,6 +26,7 @@ from t0repro.cloud.trackers.table import check_trackers
 from t0repro.converters import sources
 from t0repro.errors import UserError, needs_reference_tier
 from t0repro.evaluation.evaluation_folder import EvaluationSettings, check_settings
+from t0repro.evaluation.generation import check_has_encoder
 from t0repro.evaluation.opened import (
     Checkpoint,
     attach_adapter,
@@ -270,7 +271,10 @@ def _check(
     if NO_CHECKPOINT_YET in os.environ:
         return
     for checkpoint in checkpoints:
-        check_vocabulary(names, checkpoint())
+        opened = checkpoint()
+        check_vocabulary(names, opened)
+        if selected.generated:
+            check_has_encoder(opened.model, opened.path)
     whose = "the checkpoint's" if len(checkpoints) == 1 else f"{len(checkpoints)} checkpoints'"
     typer.echo(f"{whose} names, shapes and vocabulary fit")
 

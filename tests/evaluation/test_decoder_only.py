@@ -1,0 +1,140 @@
+"""Models without an encoder are ranked like the others: T5X's decoder-only ones by its formulas."""
+
+import dataclasses
+
+import flax.traverse_util
+import jax
+import numpy as np
+import pytest
+
+import t0repro
+from t0repro.converters.convert import convert
+from t0repro.errors import UserError
+from t0repro.evaluation import engine
+from t0repro.evaluation.engine import score_examples
+from t0repro.evaluation.evaluation_folder import EvaluationSettings
+from t0repro.evaluation.grouping import make_batching
+from t0repro.evaluation.opened import open_checkpoint, open_encoder
+from t0repro.evaluation.outputs import read_task_scores
+from t0repro.evaluation.pairs import collect_pairs
+from t0repro.evaluation.reading import TaskReader
+from t0repro.model.t5 import T5, initial_parameters
+from t0repro.runs import rank_eval
+from t0repro.tasks.demo.datasets import VOCABULARY
+from t0repro.tasks.vocabulary import VocabularyFile
+from t0repro.training.checkpoints import save_tree
+
+from ..config.t5x_trainings import BIDIRECTIONAL, DECODER_ONLY, decoder_only_config
+from ..helpers.t5x_decoder import logits_by_hand
+from ..helpers.tiny_models import FLOAT32
+
+TEXTS = [[7, 8, 9, 5, 1], [6, 4], [], list(range(2, 22))]
+CHOICES = [[3, 9, 1], [5, 1], [1], [8, 8, 8, 1]]
+EXAMPLES = [{"inputs": text, "targets": choice} for text in TEXTS for choice in CHOICES]
+
+
+def score_batch(params, examples, bidirectional):
+    """T5X's DecoderOnlyModel.score_batch of what seqio.DecoderFeatureConverter makes, float64."""
+    length = max(len(each["inputs"]) + len(each["targets"]) for each in examples)
+    names = ("target_tokens", "input_tokens", "causal_attention", "loss_weights")
+    batch = {f"decoder_{name}": np.zeros((len(examples), length), np.int32) for name in names}
+    for row, example in enumerate(examples):
+        text, inputs = [*example["inputs"], *example["targets"]], len(example["inputs"])
+        batch["decoder_target_tokens"][row, : len(text)] = text
+        batch["decoder_input_tokens"][row, 1 : len(text)] = text[:-1]
+        batch["decoder_causal_attention"][row, : inputs + 1] = 1
+        batch["decoder_loss_weights"][row, inputs : len(text)] = 1
+    logits = logits_by_hand(params, batch, bidirectional)
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    scores = np.take_along_axis(log_p, batch["decoder_target_tokens"][..., None], -1)[..., 0]
+    return (scores * batch["decoder_loss_weights"]).sum(-1)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["causal", "prefix"])
+def model_dir(request, tmp_path_factory):
+    """A run of T5X's decoder-only model: config.gin and a checkpoint; and whether it is prefix."""
+    folder = tmp_path_factory.mktemp("decoder_only")
+    lines = [*[BIDIRECTIONAL] * request.param, "network.TransformerConfig.vocab_size = 1408"]
+    config = dataclasses.replace(decoder_only_config(folder, *lines).model, dropout_rate=0.0)
+    params = initial_parameters(T5(config, FLOAT32), jax.random.key(0))
+    tree = flax.traverse_util.flatten_dict({"target": params}, sep="/")
+    tree = {name: np.array(x) for name, x in tree.items()}
+    save_tree(folder / "checkpoint_3", {**tree, "state/step": np.int32(3)})
+    text = DECODER_ONLY.replace("include 't5x/configs/runs/pretrain.gin'\n", "DROPOUT_RATE = 0.1\n")
+    (folder / "config.gin").write_text("\n".join([text, *lines]))
+    return folder, request.param
+
+
+@pytest.mark.parametrize("tokens", [None, 40])
+def test_scores_are_those_of_t5xs_score_batch(model_dir, tokens):
+    folder, bidirectional = model_dir
+    opened = open_checkpoint(str(folder), None, "float32")
+    assert opened.model.config.input_full_attention is bidirectional
+    scores = score_examples(opened.params, opened.model, EXAMPLES, None, tokens)
+    expected = score_batch(opened.params, EXAMPLES, bidirectional)
+    np.testing.assert_allclose(scores, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_converted_weights_have_the_same_scores(model_dir, tmp_path):
+    folder, bidirectional = model_dir
+    opened = open_checkpoint(str(folder), None, "float32")
+    expected = score_examples(opened.params, opened.model, EXAMPLES, None)
+    notes = convert(folder, tmp_path / "mtf", "mtf").notes
+    assert any("distance 0" in note for note in notes) is bidirectional
+    assert not any("distance 0" in n for n in convert(folder, tmp_path / "jax", "jax").notes)
+    for name in ("mtf", "jax"):
+        again = open_checkpoint(str(tmp_path / name), None, "float32")
+        scores = score_examples(again.params, again.model, EXAMPLES, None)
+        np.testing.assert_array_equal(scores, expected)
+
+
+def test_rows_hold_every_pair_once_and_misses_count_its_choice(model_dir):
+    opened = open_checkpoint(str(model_dir[0]), None, "float32")
+    pairs = collect_pairs(EXAMPLES)
+    plan = make_batching(pairs, 64)
+    owned = np.zeros(len(pairs), int)
+    for batch in plan.batches:
+        for rows in batch.text_rows(pairs):
+            real = rows.pair[rows.pair >= 0]
+            np.testing.assert_array_equal(
+                rows.texts[rows.pair >= 0][np.argsort(real, kind="stable")],
+                np.concatenate([pairs.targets[pair] for pair in np.unique(real)]),
+            )
+            owned += np.bincount(real, minlength=len(pairs))
+    np.testing.assert_array_equal(owned, [len(target) for target in pairs.targets])
+    run = engine.Engine(opened.params, opened.model, misses=True).run(pairs, plan)
+    for scored in run:
+        assert (scored.misses <= [len(pairs.targets[pair]) for pair in scored.pairs]).all()
+
+
+def test_it_does_not_generate_and_is_no_encoder(model_dir, prompts, tmp_path):
+    folder = str(model_dir[0])
+    settings = EvaluationSettings(split="train", modes=("generate",))
+    with pytest.raises(UserError, match="does not generate"):
+        rank_eval.rank_eval(
+            open_checkpoint(folder, None, "float32"), "demo_train", tmp_path, settings
+        )
+    with pytest.raises(UserError, match="no encoder"):
+        open_encoder(folder, "float32")
+
+
+def test_rank_eval_and_score_take_a_run_of_t5xs(model_dir, prompts, tmp_path):
+    folder, bidirectional = model_dir
+    opened = open_checkpoint(str(folder), None, "float32")
+    settings = EvaluationSettings(lengths={"inputs": 128, "targets": 32}, limit=1)
+    out = tmp_path / "out"
+    outcome = rank_eval.rank_eval(opened, "demo_eval_score_eval", out, settings)
+    assert outcome.scored == outcome.distinct
+    (scores,) = read_task_scores(outcome.folder, tasks=outcome.tasks[:1])
+    reader = TaskReader(outcome.tasks[0], "validation", settings.lengths, 1)
+    expected = score_batch(opened.params, list(reader.examples()), bidirectional)
+    np.testing.assert_allclose(scores.score, expected, rtol=2e-5)
+
+    found = t0repro.score(folder, ["is it good ?"], ["yes", "no"], vocabulary=VOCABULARY)
+    processor = VocabularyFile(str(VOCABULARY)).processor()
+    examples = [
+        {"inputs": processor.encode("is it good ?"), "targets": [*processor.encode(choice), 1]}
+        for choice in ("yes", "no")
+    ]
+    expected = score_batch(opened.params, examples, bidirectional)
+    np.testing.assert_allclose(found[0], expected, rtol=2e-5)
