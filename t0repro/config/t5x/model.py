@@ -117,8 +117,8 @@ def check_generates(model: Call, where: str | None) -> None:
         raise UserError(
             "t0repro trains models.DecoderOnlyModel and does not generate with it.",
             where=where,
-            fix="In training, bind train.infer_eval_dataset_cfg = None. Rank evaluation and"
-            " generation need a model with an encoder.",
+            fix="In training, bind train.infer_eval_dataset_cfg = None. `t0repro rank-eval` ranks"
+            " answers with such a model.",
         )
     if read_converter(model) == "pass_through":
         model.refuse(
