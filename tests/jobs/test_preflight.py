@@ -11,6 +11,7 @@ from t0repro.cloud.auxiliary_options import AuxiliaryOptions
 from t0repro.config.t5x.gin_files import T5xInputs
 from t0repro.errors import UserError
 from t0repro.progress import heard_by
+from t0repro.tasks.demo.datasets import VOCABULARY
 
 from ..runs.tiny_gin import SIZES
 from .test_t5x_jobs import EVAL, TASK
@@ -50,11 +51,12 @@ def test_a_mixture_with_nothing_here_gets_no_jobs_if_missing_rows_may_be_skipped
     tmp_path, monkeypatch
 ):
     monkeypatch.setenv("T0REPRO_DATA_DIR", str(tmp_path))
+    monkeypatch.setenv("T0REPRO_VOCAB", str(VOCABULARY))
     options = AuxiliaryOptions(
         auxiliary_job_mixtures="super_glue_rte_GPT_3_style_score_eval",
         auxiliary_job_build_target_path="rank-eval --module_import t0repro.tasks.t0",
     )
-    with pytest.raises(UserError, match=r"would fail\. There are no rows"):
+    with pytest.raises(UserError, match=r"would fail\. The rows of super_glue/rte"):
         check_jobs(options, NO_GIN)
     said: list[str] = []
     with (
