@@ -69,6 +69,15 @@ def pytest_configure(config):
         kept.remove_old()
 
 
+def _set_by_commands() -> dict[str, str]:
+    """The variables that commands set in their own process, which may be a test's."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in _OF_AN_EMULATOR or name.startswith("T0REPRO_")
+    }
+
+
 def pytest_collection_finish(session):
     """The tests' modules are imported."""
     del session
@@ -86,14 +95,13 @@ def _process_forgets():
 
     A SeqIO task keeps the folder in which its cache was once found, also when the folder is no
     longer among those that are searched. What a command sets when it finds a store's emulator
-    would give later commands credentials.
+    would give later commands credentials, and a checkpoint's vocabulary would be theirs.
     """
-    before = {name: os.environ.get(name) for name in _OF_AN_EMULATOR}
+    before = _set_by_commands()
     yield
-    for name, value in before.items():
-        os.environ.pop(name, None)
-        if value is not None:
-            os.environ[name] = value
+    for name in _set_by_commands():
+        del os.environ[name]
+    os.environ.update(before)
     if (gin := sys.modules.get("gin")) is not None and hasattr(gin, "clear_config"):
         gin.clear_config()
     if (seqio := sys.modules.get("seqio")) is None:

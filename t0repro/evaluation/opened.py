@@ -350,6 +350,14 @@ def make_scoring_config(
             where=path,
             fix="Evaluate it with --backend=mtf.",
         )
+    if computed.input_full_attention and not computed.one_way_position_buckets:
+        # Its scores have not been shown to be Mesh TensorFlow's.
+        raise UserError(
+            "t0repro ranks no answers with Mesh TensorFlow's prefix language models"
+            " (Unitransformer.input_full_attention).",
+            where=path,
+            fix="Score its texts with t5_mesh_transformer's mode score_from_dataset.",
+        )
     config = ModelConfig(
         num_encoder_layers=family.num_encoder_layers,
         num_decoder_layers=family.num_decoder_layers,

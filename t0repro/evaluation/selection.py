@@ -82,9 +82,10 @@ def select_tasks(
     left_out = _find_left_out(mixture, tasks, split, skip_missing, use_cached)
     if skip_missing:
         check_same_tasks(mixture, split, {task.name for task in tasks} - left_out.keys())
-    # Missing rows or a damaged cache would otherwise end an evaluation hours later.
-    held = [task for task in tasks if task.name not in left_out]
-    check_readable(mixture, split, use_cached=use_cached, tasks=held)
+    # Caches first: reading one that is damaged would fail hours later.
+    if use_cached:
+        held = [task for task in tasks if task.name not in left_out]
+        check_readable(mixture, split, use_cached=True, tasks=held)
     names = [[t.name for t in kind if t.name not in left_out] for kind in (ranked, others)]
     return Selection(tuple(names[0]), tuple(names[1]), left_out)
 

@@ -128,7 +128,7 @@ class T0ReproLM(LM):
         """
         del requests, disable_tqdm
         raise UserError(
-            "This model has an encoder, so it can score a text only given an input.",
+            "t0repro scores a text only given an input.",
             where="output_type: loglikelihood_rolling",
             fix="Leave tasks that measure perplexity out.",
         )

@@ -138,3 +138,12 @@ def test_rank_eval_and_score_take_a_run_of_t5xs(model_dir, prompts, tmp_path):
     ]
     expected = score_batch(opened.params, examples, bidirectional)
     np.testing.assert_allclose(found[0], expected, rtol=2e-5)
+
+
+def test_mesh_tensorflows_prefix_models_are_refused(model_dir, tmp_path):
+    convert(model_dir[0], tmp_path / "mtf", "mtf")
+    (tmp_path / "mtf" / "config.gin").unlink()
+    with open(tmp_path / "mtf" / "operative_config.gin", "a") as file:
+        file.write("\nUnitransformer.input_full_attention = True\n")
+    with pytest.raises(UserError, match="prefix language models"):
+        open_checkpoint(str(tmp_path / "mtf"), None, "float32")

@@ -24,6 +24,7 @@ from t0repro.cli.rank_eval_options import (
 from t0repro.cli.results import echo, for_people, print_json
 from t0repro.cloud.trackers.table import check_trackers
 from t0repro.converters import sources
+from t0repro.data import checks
 from t0repro.errors import UserError, needs_reference_tier
 from t0repro.evaluation.evaluation_folder import EvaluationSettings, check_settings
 from t0repro.evaluation.generation import check_has_encoder
@@ -54,7 +55,7 @@ from t0repro.runs.checkpoint_checks import NO_CHECKPOINT_YET
 from t0repro.runs.rank_eval import Outcome, rank_eval, reasons_in_words
 from t0repro.runs.rank_report import write_results
 from t0repro.storage import check_folder, check_readable, lock_folder
-from t0repro.tasks.registry import add_cache_dirs
+from t0repro.tasks.registry import add_cache_dirs, find_task
 from t0repro.words import counted
 
 
@@ -268,6 +269,9 @@ def _check(
     typer.echo(f"{counted(len(names), 'task')} of {mixture} with the split {settings.split!r}")
     if selected.left_out:
         typer.echo(f"Left out: {reasons_in_words(selected.left_out)}.")
+    if not cached:
+        tasks = [find_task(name) for name in names]
+        checks.check_readable(mixture, settings.split, use_cached=False, tasks=tasks)
     if NO_CHECKPOINT_YET in os.environ:
         return
     for checkpoint in checkpoints:
