@@ -14,7 +14,6 @@ from t0repro.cli.gin_options import (
     GinImportAllowlist,
     GinParams,
     GinSearchPaths,
-    allowlist_of,
     t5x_inputs,
 )
 from t0repro.cli.groups import with_groups
@@ -88,8 +87,7 @@ def aux(
     echo("checking what the jobs will read ...", err=True)
     if skip_missing:
         jobs = hand_on_skip_missing(jobs)
-    allowlist = allowlist_of(gin_import_allowlist)
-    gin = t5x_inputs("train", gin_file, gin_param, gin_search_paths, allowlist)
+    gin = t5x_inputs("train", gin_file, gin_param, gin_search_paths, gin_import_allowlist)
     check_address(model_dir, "--model_dir")
     jobs = check_jobs(jobs, gin)
     if not jobs.mixtures:

@@ -30,7 +30,7 @@ from t0repro.cli.spelling import T5X_NAMES
 from t0repro.config.gin.folders import mesh_folders, shipped_files
 from t0repro.config.gin.imports import list_imports
 from t0repro.config.run import Run, TrainRun
-from t0repro.config.t5x.gin_files import T5xInputs, parse
+from t0repro.config.t5x.gin_files import Parsed, T5xInputs, parse
 from t0repro.config.t5x.layout import list_differences
 from t0repro.config.t5x.run import read_run
 from t0repro.config.t5x.training import read_train_run
@@ -109,9 +109,8 @@ def explain(
         _list_imports(run_mode, gin_file or (), gin_param or (), folders, allowlist, as_json)
         return
     if run_mode:
-        inputs = t5x_inputs(run_mode, gin_file, gin_param, gin_search_paths, allowlist)
-        with shown_as(T5X_NAMES):
-            _explain_t5x(inputs, as_json=as_json, dialect=dialect)
+        inputs = t5x_inputs(run_mode, gin_file, gin_param, gin_search_paths, gin_import_allowlist)
+        _explain_t5x(inputs, as_json=as_json, dialect=dialect)
         return
     if import_t5x(gin_file, gin_search_paths):
         raise UserError(
@@ -216,10 +215,17 @@ def _explain_t5x(inputs: T5xInputs, *, as_json: bool, dialect: Dialects | None) 
             where="--as",
             fix="Leave out --as, or give --run_mode=train.",
         )
-    parsed = parse(inputs)
-    if dialect:
-        _show_translation(read_train_run(parsed), dialect)
-        return
+    with shown_as(T5X_NAMES):
+        parsed = parse(inputs)
+        if not dialect:
+            _show_values(parsed, as_json=as_json)
+            return
+        config = read_train_run(parsed)
+    # Not within the block, which would give another dialect's bindings T5X's names.
+    _show_translation(config, dialect)
+
+
+def _show_values(parsed: Parsed, *, as_json: bool) -> None:
     # Values come first, because they explain a refusal.
     if as_json:
         values = {item.name: {"value": item.value, "place": item.place} for item in parsed.values}

@@ -133,10 +133,11 @@ def t5x_inputs(
     files: Sequence[str] | None,
     bindings: Sequence[str] | None,
     search_paths: Sequence[str] | None,
-    allowlist: tuple[str, ...] | None = None,
+    import_allowlist: Sequence[str] | None,
 ) -> T5xInputs:
     """The options of a command line for T5X's gin files."""
     folders = tuple(folders_of(search_paths)) or (".",)
+    allowlist = allowlist_of(import_allowlist)
     return T5xInputs(run_mode, tuple(files or ()), tuple(bindings or ()), folders, allowlist)
 
 

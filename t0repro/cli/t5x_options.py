@@ -15,7 +15,6 @@ from t0repro.cli.gin_options import (
     GinImportAllowlist,
     GinParams,
     GinSearchPaths,
-    allowlist_of,
     t5x_inputs,
 )
 from t0repro.cli.options import LogOptions, Modules, SkipMissing
@@ -82,7 +81,7 @@ def gin_inputs(
         options.gin_file,
         [*first, *(options.gin_param or ()), *last],
         options.gin_search_paths,
-        allowlist_of(options.gin_import_allowlist),
+        options.gin_import_allowlist,
     )
 
 

@@ -38,6 +38,16 @@ def test_each_value_stands_beside_its_place():
     assert " 1000 " in period and "  t5x/configs/runs/pretrain.gin:" in period
 
 
+def test_a_translation_has_the_names_of_its_own_dialect():
+    seed = "--gin_bindings=train/utils.DatasetConfig.seed = 3"
+    done = explain(*MACROS, seed, "--as=mtf")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "utils.run.sequence_length = {'inputs': 8, 'targets': 8}" in lines
+    assert {"mesh_train_dataset_fn.seed = 3", "utils.run.init_checkpoint = None"} <= {*lines}
+    assert "DatasetConfig" not in done.stdout
+
+
 def test_t5x_files_without_a_run_mode_are_named_as_such():
     for macros in ([], MACROS):
         done = commands.run("t0repro", "explain", *FILES, *macros)
