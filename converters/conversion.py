@@ -21,7 +21,7 @@ from t0repro.converters.model_files import (
     arithmetic,
     arithmetic_source,
     gin_text,
-    t5x_gin_text,
+    text_beside,
 )
 from t0repro.converters.own_tokenizer import tokenizer_of
 from t0repro.converters.safetensors_files import SafetensorsWriter, index_text
@@ -347,7 +347,7 @@ def make_conversion(
     if family.decoder_only:
         notes += _note_buckets(computed, target.format)
         # Only a gin file says whether the inputs attend in both directions.
-        if t5x_text := t5x_gin_text(source):
+        if t5x_text := text_beside(source, T5X_CONFIG):
             small_files[T5X_CONFIG] = t5x_text.encode()
     return dataclasses.replace(conversion, small_files=small_files, notes=tuple(notes))
 

@@ -69,14 +69,17 @@ def gin_text(ref: CheckpointRef, gin_file: str | os.PathLike[str] | None = None)
     """
     if gin_file is not None:
         return read_gin(gin_file)
-    file = ref.beside(OPERATIVE_CONFIG)
-    return storage.read(file).decode() if storage.is_file(file) else None
+    return text_beside(ref, OPERATIVE_CONFIG)
 
 
-def t5x_gin_text(ref: CheckpointRef) -> str | None:
-    """The text of the config.gin that T5X, or a run here, wrote beside a checkpoint."""
-    file = ref.beside(T5X_CONFIG)
-    return storage.read(file).decode() if storage.is_file(file) else None
+def text_beside(ref: CheckpointRef, name: str) -> str | None:
+    """The text of a file that a run wrote beside its checkpoints; None if there is none.
+
+    Raises:
+      UserError: If it is not text.
+    """
+    file = ref.beside(name)
+    return _text(file) if storage.is_file(file) else None
 
 
 def arithmetic(
@@ -98,7 +101,7 @@ def arithmetic(
     """
     bound = {}
     # T5X's file first: what a training run here wrote says more, and wins.
-    if t5x_text := t5x_gin_text(ref):
+    if t5x_text := text_beside(ref, T5X_CONFIG):
         bound = bound_arithmetic(t5x_text, ref.beside(T5X_CONFIG))
     if text:
         bound |= bound_arithmetic(text, gin_file or ref.beside(OPERATIVE_CONFIG))
@@ -253,9 +256,8 @@ def check_run_files(ref: CheckpointRef, family: ModelShape) -> None:
       UserError: Naming the line that the model contradicts, or a file that cannot be read.
     """
     for name in _GIN_FILES:
-        file = ref.beside(name)
-        if storage.is_file(file):
-            check_gin_text(_text(file), file, family)
+        if (text := text_beside(ref, name)) is not None:
+            check_gin_text(text, ref.beside(name), family)
     file = ref.beside(_MODEL_INFO)
     if storage.is_file(file):
         _check_model_info(file, family)

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Self
 
 from t0repro.config.checkpoints import CheckpointChoice, RestoreConfig, SaveConfig
 from t0repro.config.data import (
+    Converter,
     EvalDataConfig,
     EvaluatorConfig,
     ExampleFiles,
@@ -214,6 +215,12 @@ class TrainingPlan:
     def evaluation_period(self) -> int:
         """Steps between evaluations; 0 if there are none."""
         return self.eval_period if self.train_eval_data or self.infer_eval_data else 0
+
+    @property
+    def converter(self) -> Converter:
+        """How examples become batches; Mesh TensorFlow's data have an input and targets."""
+        data = self.train_data
+        return data.converter if isinstance(data, SeqioDataConfig) else "encoder_decoder"
 
     def shortest_period(self, steps: int) -> int:
         """The shortest period in force over so many steps; by default, summaries follow it."""

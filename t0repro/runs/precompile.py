@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.config.data import SeqioDataConfig
 from t0repro.config.run import Run, TrainRun
 from t0repro.partitioning.devices import Partitioning, describe_devices
 from t0repro.partitioning.memory import ASSUMED_LENGTH
@@ -63,10 +62,7 @@ def precompile(
 
 def length_assumptions(config: Run) -> Iterator[str]:
     """A line if the data do not say how long the rows of a compiled step are."""
-    if not isinstance(config, TrainRun):
-        return
-    data = config.plan.train_data
-    if not isinstance(data, SeqioDataConfig) or data.converter != "pass_through":
+    if not isinstance(config, TrainRun) or config.plan.converter != "pass_through":
         return
     if unbound := [name for name, n in passed_through_lengths(config).items() if n is None]:
         yield (

@@ -30,12 +30,12 @@ from t0repro.evaluation.evaluation_folder import (
     claim_step,
     journal_folder,
 )
-from t0repro.evaluation.generation import check_has_encoder, decode_examples
+from t0repro.evaluation.generation import decode_examples
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.rank_run import RankRun, ScoredChunk
 from t0repro.evaluation.reading import CHUNKS_IN_BUFFER, TaskReader, read_buffers
 from t0repro.evaluation.score_journal import ScoreJournal, roundings
-from t0repro.evaluation.selection import Selection, check_vocabulary, select_tasks
+from t0repro.evaluation.selection import Selection, check_model, select_tasks
 from t0repro.evaluation.task_output import TaskOutput, TaskResult
 from t0repro.progress import say
 from t0repro.storage import output_path, write_atomically
@@ -132,10 +132,7 @@ def rank_eval(
     )
     if selected.left_out:
         say(f"Left out: {reasons_in_words(selected.left_out)}.")
-    names = (*selected.ranked, *selected.generated)
-    vocabulary = check_vocabulary(names, checkpoint)
-    if selected.generated:
-        check_has_encoder(checkpoint.model, checkpoint.path)
+    vocabulary = check_model(selected, checkpoint)
     # Do this before writing, so that two evaluations cannot mix their results.
     claim_step(out, checkpoint, mixture, settings, add_step=add_step, force=force)
     metrics = MetricLog(out, writers=[event_writer(out)])
@@ -145,13 +142,13 @@ def rank_eval(
     finally:
         metrics.close()
     # One task may be empty; if all are, the split is wrong.
-    if len(outcome.empty) == len(names):
+    if len(outcome.empty) == len(selected.names):
         raise UserError(
             f"The split {settings.split!r} of {mixture!r} has no examples.",
             fix="Check whether the data is there, and whether the templates drop every row.",
         )
     device = jax_device(roundings(journal_folder(out, checkpoint)))
-    write_facts(outcome.folder, checkpoint, names, device)
+    write_facts(outcome.folder, checkpoint, selected.names, device)
     config = operative_config(mixture, checkpoint, settings)
     write_atomically(outcome.folder / "operative_config.gin", config)
     return outcome
@@ -203,11 +200,10 @@ class _Evaluation:
     def run(self) -> Outcome:
         """Ranks and decodes the tasks that are not finished; returns the summary."""
         selected = self.selected
-        names = (*selected.ranked, *selected.generated)
-        finished = self.folder.finished(names)
+        finished = self.folder.finished(selected.names)
         self.outcome = dataclasses.replace(self.outcome, finished=finished)
         if finished:
-            say(f"Finished already: {len(finished)} of {counted(len(names), 'task')}.")
+            say(f"Finished already: {len(finished)} of {counted(len(selected.names), 'task')}.")
         to_rank = [name for name in selected.ranked if name not in finished]
         self._rank(to_rank)
         for name in selected.generated:

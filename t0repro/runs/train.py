@@ -277,7 +277,7 @@ def train(
     # Only this project's own data has shapes that are known before reading it.
     known = feed.is_source and {"inputs", "targets"} <= (config.sequence_length or {}).keys()
     compiling = contextlib.nullcontext()
-    known = known and getattr(plan.train_data, "converter", "encoder_decoder") == "encoder_decoder"
+    known = known and plan.converter == "encoder_decoder"
     if known and not config.model.decoder_only and start.step < end_step:
         compiling = compile_in_background(trainer, features)
     try:

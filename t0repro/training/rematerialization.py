@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from t0repro.config.data import SeqioDataConfig
 from t0repro.config.model import ModelConfig, Recompute
 from t0repro.config.run import TrainRun
 from t0repro.model.t5 import T5, adapter_shapes, frozen_shapes, parameter_shapes
@@ -134,7 +133,7 @@ def batch_shapes(run: TrainRun) -> dict[str, tuple[int, int]]:
     if (loss := run.model.choice_loss) is not None:
         shapes = dict.fromkeys(("targets", "targets_segmentation"), (rows, loss.choices * targets))
         return {"inputs": (rows, inputs), **shapes}
-    converter = data.converter if isinstance(data, SeqioDataConfig) else "encoder_decoder"
+    converter = run.plan.converter
     if converter == "decoder":
         targets = sum((run.sequence_length or assumed).values())
     elif converter == "pass_through":

@@ -27,7 +27,6 @@ from t0repro.converters import sources
 from t0repro.data import checks
 from t0repro.errors import UserError, needs_reference_tier
 from t0repro.evaluation.evaluation_folder import EvaluationSettings, check_settings
-from t0repro.evaluation.generation import check_has_encoder
 from t0repro.evaluation.opened import (
     Checkpoint,
     attach_adapter,
@@ -36,7 +35,7 @@ from t0repro.evaluation.opened import (
     open_adapter_at,
     open_checkpoint,
 )
-from t0repro.evaluation.selection import check_vocabulary, select_tasks, why_not_alone
+from t0repro.evaluation.selection import check_model, select_tasks, why_not_alone
 from t0repro.lm_eval.files import export_results
 from t0repro.partitioning.processes import (
     broadcast_from_first,
@@ -265,20 +264,18 @@ def _check(
     selected = select_tasks(
         mixture, settings.split, settings.modes, use_cached=cached, skip_missing=skip_missing
     )
-    names = (*selected.ranked, *selected.generated)
-    typer.echo(f"{counted(len(names), 'task')} of {mixture} with the split {settings.split!r}")
+    typer.echo(
+        f"{counted(len(selected.names), 'task')} of {mixture} with the split {settings.split!r}"
+    )
     if selected.left_out:
         typer.echo(f"Left out: {reasons_in_words(selected.left_out)}.")
     if not cached:
-        tasks = [find_task(name) for name in names]
+        tasks = [find_task(name) for name in selected.names]
         checks.check_readable(mixture, settings.split, use_cached=False, tasks=tasks)
     if NO_CHECKPOINT_YET in os.environ:
         return
     for checkpoint in checkpoints:
-        opened = checkpoint()
-        check_vocabulary(names, opened)
-        if selected.generated:
-            check_has_encoder(opened.model, opened.path)
+        check_model(selected, checkpoint())
     whose = "the checkpoint's" if len(checkpoints) == 1 else f"{len(checkpoints)} checkpoints'"
     typer.echo(f"{whose} names, shapes and vocabulary fit")
 
