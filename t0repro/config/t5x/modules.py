@@ -331,4 +331,6 @@ def _module(name: str) -> _Served | _Optax:
             fix=f"Known: {nearest_names(name, MODULES, count=3)}"
             + (f" (of {parent})." if parent else "."),
         )
-    return _Served(name, contents | {child: _module(f"{name}.{child}") for child in inside})
+    # Sorted: messages list them, and a set has another order in each process.
+    inner = {child: _module(f"{name}.{child}") for child in sorted(inside)}
+    return _Served(name, contents | inner)

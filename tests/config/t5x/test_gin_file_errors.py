@@ -63,6 +63,13 @@ def test_the_run_itself_is_a_record(tmp_path):
     assert parse(TEXT, tmp_path).program["total_steps"] == 20
 
 
+def test_a_name_that_a_module_lacks_is_answered_with_all_of_its_names_in_one_order(tmp_path):
+    text = TEXT.replace("import optax", "import t5x\nMINE = @t5x.examples.nope.A")
+    with pytest.raises(UserError) as error:
+        parse(text, tmp_path)
+    assert error.value.fix.endswith("(of decoder_only, scalable_t5, t5).")
+
+
 @settings(max_examples=150, derandomize=True, **FUZZ)
 @given(text=mutated(TEXT))
 def test_a_mutated_file_is_a_record_or_an_error_of_what_where_and_fix(tmp_path_factory, text):
