@@ -277,10 +277,13 @@ def check_sizes(config: Mapping[str, Any], family: ModelShape, where: str) -> No
 
 
 def _contradicts(field: str, said: Any, weights: str, where: str) -> UserError:
+    fix = "Copy all of the model's files again: some are missing, damaged or of another model."
+    if field == "vocab_size":
+        fix = f"If its embeddings were resized, correct vocab_size in config.json. Otherwise: {fix}"
     return UserError(
         f"config.json says that {field} is {said!r}, but the weights are {weights}.",
         where=f"{where}, {field}",
-        fix="Copy all of the model's files again: some are missing, damaged or of another model.",
+        fix=fix,
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from t0repro.cloud.trackers.table import TRACKER_PACKAGES
 from t0repro.compat import installed_version
 from t0repro.errors import UserError
-from t0repro.tasks.rows import SUFFIXES
+from t0repro.tasks.rows import splits_on_disk
 from t0repro.tasks.user_files import data_folders
 from t0repro.tasks.vocabulary import DEFAULT_ADDRESS, VOCABULARY_VARIABLE, default_vocabulary
 from t0repro.words import columns, counted
@@ -270,13 +270,13 @@ def _data_dir() -> tuple[State, str, str]:
         roots = data_folders()
     except UserError:
         return "broken", f"{value} is not a directory", fix
-    files = [path for root in roots for path in root.glob("*/*/*") if path.suffix in SUFFIXES]
-    datasets = {path.parent for path in files}
-    if not files:
+    folders = [path for root in roots for path in root.glob("*/*/")]
+    splits = [held for folder in folders if (held := splits_on_disk(folder))]
+    if not splits:
         return "broken", f"{value} holds no <dataset>/<subset>/<split> files", fix
     return (
         "ok",
-        f"{value}: {counted(len(files), 'split')} of {counted(len(datasets), 'dataset')}",
+        f"{value}: {counted(sum(map(len, splits)), 'split')} of {counted(len(splits), 'dataset')}",
         "",
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,10 +12,11 @@ from typing import Any, Protocol
 
 from t0repro.errors import UserError
 from t0repro.tasks import rows
-from t0repro.tasks.catalog import catalog, label
+from t0repro.tasks.catalog import CatalogEntry, catalog, label
 from t0repro.tasks.hub_rows import hub_reader
 from t0repro.tasks.story_cloze import how_to_ask, manual_file, read_story_cloze
 from t0repro.tasks.user_files import DATA_VARIABLE, data_folders
+from t0repro.words import some
 
 HUB_VARIABLE = "T0REPRO_DATA_HUB"
 
@@ -86,6 +88,54 @@ class LocalReader:
 
 
 @dataclasses.dataclass(frozen=True)
+class ShardedReader:
+    """A split of several files in a folder of datasets, one after the other."""
+
+    shards: tuple[LocalReader, ...]
+
+    @property
+    def path(self) -> Path:
+        """The folder of the files."""
+        return self.shards[0].path.parent
+
+    def count(self) -> int:
+        """Number of rows, none of them checked."""
+        return sum(shard.count() for shard in self.shards)
+
+    def read(self, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
+        """Rows `start` to `stop`."""
+        for shard in self.shards:
+            rows_here = shard.count()
+            if stop is None or stop > 0:
+                yield from shard.read(max(start, 0), stop)
+            start, stop = start - rows_here, None if stop is None else stop - rows_here
+
+    def place(self, index: int) -> str:
+        """The file, and the line or row."""
+        for shard in self.shards[:-1]:
+            if index < shard.count():
+                return shard.place(index)
+            index -= shard.count()
+        return self.shards[-1].place(index)
+
+    def class_names(self) -> Mapping[str, Sequence[str]]:
+        """Column -> names of its classes, as the first file has them."""
+        return self.shards[0].class_names()
+
+    def origin(self) -> dict[str, Any]:
+        """The folder; of all files their size in bytes, and a SHA-256 of their SHA-256s."""
+        parts = [shard.origin() for shard in self.shards]
+        digests = "".join(part["sha256"] for part in parts)
+        return {
+            "source": "local",
+            "path": str(self.path),
+            "files": [shard.path.name for shard in self.shards],
+            "bytes": sum(part["bytes"] for part in parts),
+            "sha256": hashlib.sha256(digests.encode()).hexdigest(),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
 class StoryClozeReader(LocalReader):
     """One of Story Cloze's own CSV files."""
 
@@ -122,20 +172,21 @@ def hub_is_allowed() -> bool:
 
 def local_reader(
     root: Path | None, dataset: str, subset: str | None, split: str
-) -> LocalReader | None:
-    """The reader of a split's local file, or None if there is none.
+) -> LocalReader | ShardedReader | None:
+    """The reader of a split's local files, or None if there are none.
 
     Args:
       root: The folder of datasets; defaults to those that T0REPRO_DATA_DIR names, if any.
       dataset: The Hugging Face name.
       subset: The configuration, or None.
-      split: The file's name without its suffix.
+      split: The split's name on disk.
     """
     # Without a folder there are no local rows, but the hub may be allowed.
     for folder in [root] if root is not None else _named_folders():
-        path = rows.find_rows_file(folder, dataset, subset, split)
-        if path is not None:
-            return LocalReader.of(path)
+        paths = rows.find_rows_files(rows.dataset_folder(folder, dataset, subset), split)
+        if paths:
+            readers = tuple(map(LocalReader.of, paths))
+            return readers[0] if len(readers) == 1 else ShardedReader(readers)
         path = manual_file(folder, dataset, subset, split)
         if path is not None:
             return StoryClozeReader.of(path)
@@ -158,34 +209,42 @@ def find_reader(root: Path | None, dataset: str, subset: str | None, split: str)
     if local is not None:
         return local
     if root is not None:
-        rows.rows_file(root, dataset, subset, split)  # raises an error that names what is missing
+        raise _missing([root], dataset, subset, split)
     entry = catalog().get((dataset, subset))
     if entry is not None and entry.hub is not None and hub_is_allowed():
         return hub_reader(entry, split)
-    raise _missing(dataset, subset, split)
+    raise _missing(_named_folders(), dataset, subset, split, entry)
 
 
-def _missing(dataset: str, subset: str | None, split: str) -> UserError:
-    named = _named_folders()
-    roots = named or [Path(f"${DATA_VARIABLE}")]
-    folders = [rows.dataset_folder(root, dataset, subset) for root in roots]
-    held = ", ".join(dict.fromkeys(itertools.chain(*map(rows.splits_on_disk, folders))))
-    holds = "its folder holds" if len(folders) == 1 else "its folders hold"
-    what = f"The rows of {label(dataset, subset)}, split {split!r}, are missing"
-    what += f"; {holds} {held or 'nothing'}." if named else f", and {DATA_VARIABLE} is not set."
-    where = " or ".join(str(folder / f"{split}.jsonl") for folder in folders)
-    entry = catalog().get((dataset, subset))
-    put = (
-        "Put the split there, one JSON object per line or as Parquet, CSV or TSV"
-        f"{'' if named else f', and set {DATA_VARIABLE} to that folder of datasets'}"
-    )
-    if entry is None:
-        return UserError(what, where=where, fix=put + ".")
-    if entry.hub is None:
-        fix = how_to_ask(dataset, subset, split, folders[0])
-        return UserError(what, where=where, fix=fix)
+def _missing(
+    roots: Sequence[Path],
+    dataset: str,
+    subset: str | None,
+    split: str,
+    entry: CatalogEntry | None = None,
+) -> UserError:
+    named = [rows.dataset_folder(root, dataset, subset) for root in roots]
+    folders = named or [rows.dataset_folder(Path(f"${DATA_VARIABLE}"), dataset, subset)]
+    held = list(dict.fromkeys(itertools.chain(*map(rows.splits_on_disk, named))))
+    # Files that are none of rows, or are named otherwise, are what the user took for the split.
+    others = [path.name for folder in named if folder.is_dir() for path in folder.iterdir()]
     fix = (
-        f"{put}; or set {HUB_VARIABLE}=1 to let it be downloaded from"
-        f" https://huggingface.co/datasets/{entry.hub.repository}."
+        "Put the split there, one JSON object per line or as Parquet, Arrow, CSV or TSV"
+        f"{'' if named else f', and set {DATA_VARIABLE} to that folder of datasets'}."
     )
-    return UserError(what, where=where, fix=fix)
+    if entry is not None:
+        fix = (
+            how_to_ask(dataset, subset, split, folders[0])
+            if entry.hub is None
+            else f"{fix[:-1]}; or set {HUB_VARIABLE}=1 to let it be downloaded from"
+            f" https://huggingface.co/datasets/{entry.hub.repository}."
+        )
+    name = label(dataset, subset)
+    return UserError(
+        f"The rows of {name}, split {split!r}, are missing; its folder holds"
+        f" {some(held or sorted(others)) or 'nothing'}."
+        if named
+        else f"The rows of {name}, split {split!r}, are missing, and {DATA_VARIABLE} is not set.",
+        where=" or ".join(str(folder / f"{split}.jsonl") for folder in folders),
+        fix=fix,
+    )

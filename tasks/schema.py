@@ -222,6 +222,9 @@ def _class_label(names: Sequence[str], data_names: Sequence[str] | None) -> Conv
         if type(value) is str:
             if value in number_of:
                 return number_of[value]
+            # A class's number as text, as `datasets` takes it too.
+            if value.isdecimal() and value.isascii() and translated is None and int(value) < count:
+                return int(value)
             raise SchemaError("", f"it is {value!r}, which is none of its classes {listed}")
         number = _integer(value)
         # HIDDEN is -1 in every dataset of the hub, so it is never translated.

@@ -14,7 +14,13 @@ from t0repro.tasks.catalog import label
 from t0repro.tasks.readers import LocalReader
 from t0repro.tasks.registration import describe
 from t0repro.tasks.registry import prompted_tasks, select_tasks, task_descriptions
-from t0repro.tasks.rows import SUFFIXES, dataset_folder, read_rows, splits_on_disk
+from t0repro.tasks.rows import (
+    SUFFIXES,
+    dataset_folder,
+    read_rows,
+    rows_suffix,
+    splits_on_disk,
+)
 from t0repro.tasks.source import PromptedRows, Split
 from t0repro.tasks.task import TaskDescription
 from t0repro.tasks.template_files import read_template_file
@@ -47,8 +53,9 @@ def dataset_of_file(path: Path) -> Dataset:
     Raises:
       UserError: If the file cannot have rows, or has none.
     """
-    if path.suffix not in SUFFIXES or not path.is_file():
-        what = "is no file" if path.suffix in SUFFIXES else "has no ending of a file of rows"
+    suffix = rows_suffix(path)
+    if suffix is None or not path.is_file():
+        what = "is no file" if suffix is not None else "has no ending of a file of rows"
         raise UserError(
             f"{path.name} {what}.", where=f"--rows {path}", fix=f"Name one: {', '.join(SUFFIXES)}."
         )
@@ -58,7 +65,7 @@ def dataset_of_file(path: Path) -> Dataset:
         )
     folder = path.resolve().parent
     # As below T0REPRO_DATA_DIR: <dataset>/default/<split>.
-    name = folder.parent.name if folder.name == "default" else path.stem
+    name = folder.parent.name if folder.name == "default" else path.name.removesuffix(suffix)
     return re.sub(r"[^\w.]+", "_", name), None
 
 
@@ -230,13 +237,14 @@ def make_bench(
     named: dict[Dataset, dict[str, Path]] = {}
     for path in row_files:
         splits = named.setdefault(dataset_of_file(path), {})
-        if path.stem in splits:
+        split = path.name.removesuffix(rows_suffix(path) or "")
+        if split in splits:
             raise UserError(
-                f"{path} and {splits[path.stem]} have one name.",
+                f"{path} and {splits[split]} have one name.",
                 where="--rows",
                 fix="Rename one: a file's name is that of its dataset.",
             )
-        splits[path.stem] = path
+        splits[split] = path
     registered = task_descriptions()
     names = select_tasks(mixture, dataset) if prompted_tasks() else []
     tasks = {each.removesuffix("_score_eval") for each in names}

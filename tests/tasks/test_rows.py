@@ -1,23 +1,26 @@
 """Rows on disk: both formats, and what is said when they are missing or broken."""
 
+import gzip
 import json
 
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
 from t0repro.errors import UserError
 from t0repro.tasks import rows
+from t0repro.tasks.readers import find_reader
 from t0repro.tasks.user_files import data_folders
 
 
 def test_parquet_and_json_lines_give_the_same_rows(rows_root):
-    path = rows.rows_file(rows_root, "super_glue", "rte", "train")
+    path = rows_root / "super_glue" / "rte" / "train.jsonl"
     expected = list(rows.read_rows(path))
     pyarrow.parquet.write_table(
         pyarrow.Table.from_pylist(expected), path.with_name("other.parquet")
     )
-    other = rows.rows_file(rows_root, "super_glue", "rte", "other")
+    other = rows_root / "super_glue" / "rte" / "other.parquet"
     assert list(rows.read_rows(other)) == expected
     assert rows.number_of_rows(other) == rows.number_of_rows(path) == 3
 
@@ -48,11 +51,125 @@ def test_splits_are_found_by_their_file_names(rows_root):
 
 def test_a_missing_file_is_named_with_what_is_there_and_how_to_get_it(rows_root):
     with pytest.raises(UserError) as error:
-        rows.rows_file(rows_root, "super_glue", "rte", "test")
+        find_reader(rows_root, "super_glue", "rte", "test")
     text = str(error.value)
     assert str(rows_root / "super_glue" / "rte" / "test.jsonl") in text
     assert "train, validation" in text
-    assert "one JSON object per line or as Parquet, CSV or TSV" in text
+    assert "one JSON object per line or as Parquet, Arrow, CSV or TSV" in text
+
+
+def test_files_that_hold_no_split_are_named(tmp_path):
+    folder = tmp_path / "super_glue" / "rte"
+    folder.mkdir(parents=True)
+    (folder / "validation.jsonl.zst").touch()
+    with pytest.raises(UserError, match=r"its folder holds validation\.jsonl\.zst"):
+        find_reader(tmp_path, "super_glue", "rte", "validation")
+
+
+ROWS = [{"text": f"number {number}", "label": number % 2} for number in range(7)]
+
+
+def write_rows(path, rows):
+    """Writes rows in the format that a file's name says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    table = pyarrow.Table.from_pylist(rows)
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(table, path, row_group_size=2)
+    elif path.suffix == ".arrow":
+        with (
+            pyarrow.OSFile(str(path), "wb") as file,
+            pyarrow.ipc.new_stream(file, table.schema) as writer,
+        ):
+            writer.write_table(table, max_chunksize=2)
+    elif path.suffix == ".gz":
+        path.write_bytes(gzip.compress(lines.encode()))
+    else:
+        path.write_text(lines)
+
+
+# Copies of the hub's repositories, of its branch of Parquet files, and what `save_to_disk` writes.
+@pytest.mark.parametrize(
+    ("subset", "names"),
+    [
+        ("rte", ["rte/train-00000-of-00002.parquet", "rte/train-00001-of-00002.parquet"]),
+        ("rte", ["rte/train/0000.parquet", "rte/train/0001.parquet"]),
+        ("rte", ["rte/train/data-00000-of-00002.arrow", "rte/train/data-00001-of-00002.arrow"]),
+        ("rte", ["rte/train-00000-of-00002.jsonl.gz", "rte/train-00001-of-00002.jsonl.gz"]),
+        ("rte", ["rte/data/train-00000-of-00001.parquet"]),
+        (None, ["data/train-00000-of-00001.parquet"]),
+        (None, ["plain_text/train-00000-of-00001.parquet"]),
+        (None, ["train/data-00000-of-00001.arrow"]),
+        (None, ["default/train.json"]),
+        (None, ["default/train.json.gz"]),
+    ],
+)
+def test_a_split_is_read_as_others_laid_it_out(tmp_path, subset, names):
+    folder = tmp_path / "super_glue"
+    per_file = -(-len(ROWS) // len(names))
+    for at, name in enumerate(names):
+        write_rows(folder / name, ROWS[at * per_file : (at + 1) * per_file])
+    if names[0].startswith("train/"):
+        (folder / "dataset_dict.json").write_text('{"splits": ["train"]}')
+        (folder / "train" / "dataset_info.json").write_text("{}")
+        (folder / "train" / "state.json").write_text("{}")
+    assert rows.splits_on_disk(rows.dataset_folder(tmp_path, "super_glue", subset)) == ["train"]
+    reader = find_reader(tmp_path, "super_glue", subset, "train")
+    assert reader.count() == len(ROWS)
+    for start, stop in [(0, None), (0, 4), (3, 5), (4, 7), (6, None), (7, 9)]:
+        assert list(reader.read(start, stop)) == ROWS[start:stop]
+    assert names[-1] in reader.place(len(ROWS) - 1)
+    before = reader.origin()["sha256"]
+    write_rows(folder / names[-1], ROWS[:1])
+    assert find_reader(tmp_path, "super_glue", subset, "train").origin()["sha256"] != before
+
+
+def test_a_missing_file_of_a_split_is_an_error(tmp_path):
+    write_rows(tmp_path / "super_glue/rte/train-00000-of-00002.parquet", ROWS)
+    with pytest.raises(UserError, match="has 1 of the 2 files of split 'train'"):
+        find_reader(tmp_path, "super_glue", "rte", "train")
+
+
+def test_a_list_of_rows_is_read_and_its_broken_row_named(tmp_path):
+    path = tmp_path / "train.json"
+    path.write_text(json.dumps(ROWS, indent=1))
+    assert list(rows.read_rows(path, 2, 4)) == ROWS[2:4]
+    assert rows.number_of_rows(path) == len(ROWS)
+    assert rows.place_of_row(path, 2) == f"{path}, row 3"
+    path.write_text(json.dumps([*ROWS[:2], "text"]))
+    with pytest.raises(UserError) as caught:
+        list(rows.read_rows(path))
+    assert caught.value.where == f"{path}, row 3"
+    path.write_text("[{]")
+    with pytest.raises(UserError, match="not a list of rows"):
+        list(rows.read_rows(path))
+
+
+def test_a_byte_order_mark_and_carriage_returns_are_no_part_of_rows(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(json.dumps(row).encode() for row in ROWS))
+    assert list(rows.read_rows(path)) == ROWS
+
+
+def test_a_file_that_cannot_be_unpacked_is_named(tmp_path):
+    path = tmp_path / "train.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "cut"}\n' * 1000)[:40])
+    with pytest.raises(UserError, match="cannot be unpacked") as caught:
+        list(rows.read_rows(path))
+    assert caught.value.where == str(path)
+
+
+def test_class_names_of_saved_arrow_files_are_read(tmp_path):
+    features = {"label": {"names": ["no", "yes"], "_type": "ClassLabel"}}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    table = pyarrow.Table.from_pylist(ROWS).replace_schema_metadata(metadata)
+    path = tmp_path / "train.arrow"
+    with (
+        pyarrow.OSFile(str(path), "wb") as file,
+        pyarrow.ipc.new_stream(file, table.schema) as writer,
+    ):
+        writer.write_table(table)
+    assert rows.class_names(path) == {"label": ["no", "yes"]}
 
 
 @pytest.mark.parametrize(
@@ -74,7 +191,7 @@ def test_a_file_that_is_not_parquet_is_named(tmp_path):
 
 
 def test_a_changed_file_is_counted_again(rows_root):
-    path = rows.rows_file(rows_root, "super_glue", "rte", "train")
+    path = rows_root / "super_glue" / "rte" / "train.jsonl"
     assert rows.number_of_rows(path) == 3
     path.write_text('{"premise": "one"}\n')
     assert rows.number_of_rows(path) == 1

@@ -21,6 +21,7 @@ def bring(feature, value, **options):
     [
         (LABEL, "neutral", 1),
         (LABEL, 2, 2),
+        (LABEL, "2", 2),
         (LABEL, -1, -1),
         (LABEL, 1.0, 1),
         ({"_type": "ClassLabel", "names": ["False", "True"]}, True, 1),
@@ -73,6 +74,7 @@ def test_a_record_of_lists_becomes_a_list_of_records_where_that_is_the_feature()
         (LABEL, 3, "it is 3; its classes are 0 to 2, or -1 for a hidden label"),
         (LABEL, -2, "it is -2"),
         (LABEL, "maybe", "'maybe', which is none of its classes 'entailment'"),
+        (LABEL, "3", "'3', which is none of its classes"),
         (LABEL, True, "none of its classes"),
         (LABEL, None, "null"),
         (NUMBER, "3", "not a whole number"),

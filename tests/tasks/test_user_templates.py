@@ -517,7 +517,7 @@ def test_of_several_data_folders_the_first_that_has_a_split_is_read(
     assert sorted(rows.files_of_splits) == ["test", "train", "validation"]
     assert [row["text"] for row in rows.reader("train").read()] == ["My own soup."]
     assert rows.reader("validation").count() == len(REVIEWS)
-    with pytest.raises(UserError, match="its folders hold test, train, validation") as error:
+    with pytest.raises(UserError, match="its folder holds test, train, validation") as error:
         find_reader(None, "my_reviews", None, "dev")
     assert str(mine) in error.value.where and str(data) in error.value.where
     monkeypatch.setenv("T0REPRO_DATA_DIR", f"{data}:{tmp_path / 'nowhere'}")

@@ -1,0 +1,123 @@
+"""Reads rows from Parquet, and from Arrow as `datasets` saves it (`save_to_disk`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from t0repro.errors import INSTALL_PYARROW, UserError
+
+
+def read_arrow(path: Path, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
+    """Yields rows `start` to `stop` (exclusive); batches and row groups before them stay encoded.
+
+    Raises:
+      UserError: If the file is damaged, or text in it is not UTF-8.
+    """
+    batches = _read_parquet if path.suffix == ".parquet" else _read_stream
+    for first, batch in batches(path, start, stop):
+        low = max(start - first, 0)
+        high = batch.num_rows if stop is None else min(stop - first, batch.num_rows)
+        if low < high:
+            yield from _batch_rows(path, batch.slice(low, high - low), first + low)
+
+
+def count_arrow(path: Path) -> int:
+    """Number of rows, none of them decoded."""
+    if path.suffix == ".parquet":
+        with _parquet(path) as file:
+            return file.metadata.num_rows
+    return sum(batch.num_rows for _, batch in _read_stream(path))
+
+
+def class_names(path: Path) -> dict[str, list[str]]:
+    """Column -> names of its classes, from the metadata that `datasets` writes to its files."""
+    if path.suffix == ".parquet":
+        with _parquet(path) as file:
+            metadata = file.schema_arrow.metadata
+    else:
+        with _stream(path) as stream:
+            metadata = stream.schema.metadata
+    written = (metadata or {}).get(b"huggingface")
+    features = json.loads(written)["info"]["features"] if written else {}
+    return {
+        name: feature["names"]
+        for name, feature in features.items()
+        if isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
+    }
+
+
+def _parquet(path: Path) -> Any:
+    return _open(path, lambda arrow: arrow.parquet.ParquetFile(path))
+
+
+def _stream(path: Path) -> Any:
+    # Mapped, so that batches that are passed over are not read.
+    return _open(path, lambda arrow: arrow.ipc.open_stream(arrow.memory_map(str(path))))
+
+
+def _open(path: Path, open_file: Any) -> Any:
+    try:
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"Rows in {_kind(path)} need pyarrow, which is not installed.",
+            where=str(path),
+            fix=INSTALL_PYARROW,
+        ) from error
+    try:
+        return open_file(pyarrow)
+    except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
+        raise UserError(
+            f"The file is not {_kind(path)}: {error}", where=str(path), fix="Write the file again."
+        ) from error
+
+
+def _kind(path: Path) -> str:
+    return "Parquet" if path.suffix == ".parquet" else "Arrow"
+
+
+def _read_parquet(path: Path, start: int, stop: int | None) -> Iterator[tuple[int, Any]]:
+    """Yields (number of its first row, batch) of the row groups that hold wanted rows."""
+    first = 0
+    with _parquet(path) as file:
+        end = file.metadata.num_rows if stop is None else stop
+        for group in range(file.num_row_groups):
+            rows = file.metadata.row_group(group).num_rows
+            if first + rows > start and first < end:
+                at = first
+                for batch in file.iter_batches(row_groups=[group]):
+                    yield at, batch
+                    at += batch.num_rows
+            first += rows
+
+
+def _read_stream(path: Path, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, Any]]:
+    """Yields (number of its first row, batch) of every batch up to the last wanted row."""
+    first = 0
+    with _stream(path) as stream:
+        try:
+            for batch in stream:
+                if stop is not None and first >= stop:
+                    return
+                yield first, batch
+                first += batch.num_rows
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"The file is damaged: {error}", where=str(path), fix="Write the file again."
+            ) from error
+
+
+def _batch_rows(path: Path, batch: Any, first: int) -> list[dict[str, Any]]:
+    try:
+        return batch.to_pylist()
+    # Decoded bytes are text only if they are UTF-8.
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"Text is not UTF-8: {error}.",
+            where=f"{path}, rows {first + 1} to {first + batch.num_rows}",
+            fix="Write the file again, from text in UTF-8.",
+        ) from error
