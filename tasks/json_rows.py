@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import gzip
+import io
 import itertools
 import json
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from t0repro.errors import UserError
 from t0repro.words import json_fault
@@ -46,7 +47,7 @@ def place_json(path: Path, index: int) -> str:
     return f"line {number}"
 
 
-def _open(path: Path) -> IO[bytes]:
+def _open(path: Path) -> io.BufferedIOBase:
     return gzip.open(path) if path.suffix == ".gz" else open(path, "rb")
 
 
