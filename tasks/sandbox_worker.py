@@ -115,6 +115,8 @@ class StrictEnvironment(PromptEnvironment):
         """
         if argument is None and isinstance(obj, list):
             raise NoLabel
+        if isinstance(argument, jinja2.StrictUndefined):
+            return argument  # which says what is undefined once it is printed
         index = argument if isinstance(argument, _Index) else _NO_INDEX
         below = index < 0 and isinstance(obj, Sequence)
         if below and index.hidden:

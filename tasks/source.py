@@ -271,11 +271,12 @@ def cannot_render(template: str, error: Exception, row: Mapping[str, Any], where
     """The error for a template that fails on a row."""
     if isinstance(error, UndefinedVariable):
         nearest = nearest_field(error, row)
-        hint = f"; nearest: {nearest!r}" if nearest else ""
+        fields = ", ".join(map(repr, row))
+        hint = f"nearest: {nearest!r}" if nearest else f"the row has {fields}"
         return UserError(
-            f"Template {template!r} reads what a row does not have: {error}{hint}.",
+            f"Template {template!r} reads what a row does not have: {error}; {hint}.",
             where=where,
-            fix=f"Fix the name (the row has {', '.join(map(repr, row))}), or write"
+            fix=f"Fix the name (the row has {fields}), or write"
             " {{ name | default('') }} where it may be missing.",
         )
     reason = str(error) if isinstance(error, TemplateFailure) else repr(error)

@@ -208,6 +208,11 @@ def test_a_computed_index_takes_no_item_from_the_end(jinja, row, message):
         render("{{text}} ||| " + jinja, {"text": "a", **row}, "no ||| yes")
 
 
+def test_an_index_that_the_row_lacks_is_named():
+    with pytest.raises(UndefinedVariable, match="^'label' is undefined$"):
+        render("{{text}} ||| {{answer_choices[label]}}", {"text": "a", " label": 1}, "no ||| yes")
+
+
 @pytest.mark.parametrize(
     ("jinja", "row"),
     [
