@@ -256,6 +256,7 @@ assert waited_for() == (set(), set())
 """
 
 
+@pytest.mark.always
 def test_a_step_is_counted_after_all_updates_that_read_it(tmp_path):
     ended = run_in_fork(COUNTS, tmp_path)
     assert ended.returncode == 0, ended.stderr

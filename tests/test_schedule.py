@@ -58,7 +58,7 @@ def test_hypothesis_draws_what_the_budget_allows():
 
 
 def test_a_long_test_waits_and_tests_share_their_files_fixtures():
-    expected = {"a::short": 1.0, "a::long": 3.1, "b::one": 0.1, "b::two": 0.1, "c::one": 0.1}
+    expected = {"a::short": 1.0, "a::long": 3.1, "b::one": 0.1, "b::two": 2.9, "c::one": 0.1}
     expected |= {"b::fixtures": 5.0, "c::fixtures": 5.0}
     names = expected.keys() - {"b::fixtures", "c::fixtures"} | {"a::new"}
     assert schedule.short_tests(names, expected) == {"a::short", "a::new", "b::one", "b::two"}

@@ -346,6 +346,7 @@ def other_than(default: Any) -> str:
     return "3" if isinstance(default, int) else "0.37" if isinstance(default, float) else "'other'"
 
 
+@pytest.mark.always
 def test_every_other_argument_is_inert_on_purpose_or_refused():
     load()  # registers what is bound below
     bound = {

@@ -169,6 +169,7 @@ def content(directory, root):
     return read_variables(root / "read")
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("to", KILLED_FORMATS)
 def test_killed_at_any_moment_a_new_destination_is_absent_or_whole_and_can_be_finished(
     tiny_checkpoint, tmp_path, to

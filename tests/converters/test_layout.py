@@ -252,6 +252,7 @@ def test_dropped_axes_are_those_of_this_project_s_adafactor(shape):
     assert dropped == ((ours["v_row"],), (ours["v_col"],))
 
 
+@pytest.mark.always
 @pytest.mark.mtf
 def test_slots_of_mesh_tensorflow_s_own_optimizer_are_t5x_s_and_the_straight_mapping_is_wrong(
     run_script, tmp_path

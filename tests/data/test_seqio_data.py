@@ -260,6 +260,7 @@ def test_batches_and_their_order_are_those_of_seqio(name, shuffle, pack):
     assert_equal(ours, theirs)
 
 
+@pytest.mark.always
 @pytest.mark.parametrize(
     ("name", "by"),
     [("lines_of_49", "by the input pipeline's state"), ("lines_of_python", "rebuilt")],
@@ -278,6 +279,7 @@ def test_a_resumed_run_goes_on_with_the_same_batches(tmp_path, name, by, seed):
     assert_equal(resumed, expected)
 
 
+@pytest.mark.always
 @pytest.mark.parametrize(("name", "pack"), [("lines_of_40", False), ("lines_of_49", True)])
 def test_shards_are_what_seqio_reads_on_as_many_hosts(name, pack):
     ours, _ = opened(data_config(name, pack=pack, num_shards=2), 6)

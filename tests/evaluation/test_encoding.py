@@ -40,6 +40,7 @@ def test_the_bits_depend_on_neither_neighbors_nor_order_nor_batch_size(seed, mod
         assert output.tobytes() == alone[at].tobytes()
 
 
+@pytest.mark.always
 def test_the_bits_do_not_depend_on_the_number_of_devices(model_dir, alone, tmp_path):
     script = Path(__file__).with_name("encode_on_eight_devices.py")
     out = tmp_path / "out.npz"

@@ -7,9 +7,10 @@ run, so that every machine runs the same.
 
 Of a parametrized test whose cases took more than BUDGET seconds together, the cheapest run that
 took no more, and one at least. A test that Hypothesis draws examples for draws as many as take
-BUDGET seconds. A test that even so takes more than LONG seconds, with its share of its file's
-fixtures, does not run, unless it is marked "always". With --all every test, case and example runs,
-with --part 2/8 those of an eighth of the files. Whoever names files or tests gets all of them.
+BUDGET seconds. A test that even so takes more than LONG seconds does not run, unless it is marked
+"always"; nor do a file's tests if each takes more with its share of the file's fixtures. With --all
+every test, case and example runs, with --part 2/8 those of an eighth of the files. Whoever names
+files or tests gets all of them.
 """
 
 from __future__ import annotations
@@ -205,14 +206,19 @@ def draw_fewer(items: Iterable[Any], recorded: Seconds) -> Seconds:
 
 
 def short_tests(names: set[str], expected: Seconds) -> set[str]:
-    """Node ids: those that take at most LONG; each bears a share of its file's fixtures."""
+    """Node ids: those that take at most LONG; each bears a share of its file's fixtures.
+
+    Once tests of a file run, its fixtures cost the others nothing.
+    """
     count = collections.Counter(map(file_of, names))
 
-    def length(name: str) -> float:
+    def share(name: str) -> float:
         file = file_of(name)
-        return expected.get(name, 0.0) + expected.get(f"{file}::{FIXTURES}", 0.0) / count[file]
+        return expected.get(f"{file}::{FIXTURES}", 0.0) / count[file]
 
-    return {name for name in names if length(name) <= LONG}
+    short = {name for name in names if expected.get(name, 0.0) <= LONG}
+    files = {file_of(name) for name in short if expected.get(name, 0.0) + share(name) <= LONG}
+    return {name for name in short if file_of(name) in files}
 
 
 def by_file(known: Seconds, ids: Iterable[str]) -> Seconds:

@@ -188,6 +188,7 @@ def gradients_of(changes):
     return jax.jit(gradients).lower(params).compile(), params
 
 
+@pytest.mark.always
 @pytest.mark.parametrize(
     "changes",
     [

@@ -95,6 +95,7 @@ def found_by(number: int, **changes) -> decoding.Decoded:
     )
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("number", range(len(SEARCHES)), ids=lambda n: str(SEARCHES[n]))
 def test_a_search_finds_mesh_tensorflows_best_beam(mesh, of_tables, number):
     found = found_by(number)

@@ -41,6 +41,7 @@ def gradients(model, params, parts, key):
     return function(params)
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("changes", CASES)
 def test_losses_are_equal_to_the_last_bit_and_gradients_to_rounding(changes):
     """With dropout: each layer's masks are those that it has on its own."""

@@ -132,6 +132,7 @@ def test_perplexity_eval_agrees_in_every_metric(runs):
     assert folders[0] == folders[1] == {"eval_tiny_generate_validation_24"}
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("beam_size", [1, 4])
 def test_infer_writes_mesh_tensorflows_file(runs, beam_size):
     runs.run(
@@ -149,6 +150,7 @@ def test_infer_writes_mesh_tensorflows_file(runs, beam_size):
     assert jax[0] == jax[1] != ""
 
 
+@pytest.mark.always
 def test_score_from_strings_agrees_to_six_digits(runs):
     runs.run(
         "score_from_file",
@@ -160,6 +162,7 @@ def test_score_from_strings_agrees_to_six_digits(runs):
     assert_scores_agree(runs, "strings", 4 * len(LINES))
 
 
+@pytest.mark.always
 def test_score_from_dataset_agrees_to_six_digits(runs):
     runs.run(
         "score_from_task",

@@ -147,6 +147,7 @@ def test_predictions_carry_texts_ids_and_scores_of_all_beams(checkpoint, few, tm
     assert isinstance(lines_of(infer(best)[0])[0]["prediction"], str)
 
 
+@pytest.mark.always
 def test_an_interrupted_run_continues_after_its_last_whole_chunk(
     checkpoint, few, tmp_path, monkeypatch, capsys
 ):

@@ -64,6 +64,7 @@ def rte(root: Path, name: str, splits=("validation",), **row) -> Path:
 # The same bytes ----------------------------------------------------------------------------------
 
 
+@pytest.mark.always
 def test_a_cache_made_twice_is_the_same_byte_for_byte_whatever_the_workers(whole, tmp_path):
     make(tmp_path, *DEMO, workers=3)
     assert files(tmp_path) == whole[1]

@@ -62,6 +62,7 @@ def test_v_row_lacks_the_longest_axis_and_v_col_the_second(shape, axes):
         assert shapes["v_col"] == tuple(n for axis, n in enumerate(shape) if axis != d1)
 
 
+@pytest.mark.always
 def test_slots_of_a_square_matrix_are_means_over_the_axes_that_t5x_means():
     gradient = random(0, 8, 8)
     _, slots = update(np.ones((8, 8), np.float32), [gradient])
@@ -137,6 +138,7 @@ def test_updates_follow_the_paper(
     np.testing.assert_allclose(ours, w, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.always
 @pytest.mark.parametrize(("shape", "axis"), [((8, 12), 0), ((12, 8), 1)])
 def test_a_stack_of_matrices_is_updated_as_each_of_them(shape, axis):
     config = dataclasses.replace(

@@ -104,6 +104,7 @@ def params():
     return drawn
 
 
+@pytest.mark.always
 @pytest.mark.parametrize(("microbatches", "measured"), [(1, True), (4, True), (2, False)])
 def test_losses_are_those_of_an_independent_implementation(params, microbatches, measured):
     rows = examples()

@@ -80,6 +80,7 @@ class Doubled(T5Model):
         return 2 * loss, {"loss": AveragePerStep(2 * loss)}
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("denominator", DENOMINATORS)
 def test_a_loss_of_a_subclass_is_what_is_trained_with_the_whole_batchs_divisor(denominator):
     whole, expected = loss_and_gradient(T5Model, denominator, 1)

@@ -60,6 +60,7 @@ def test_a_pattern_that_matches_nothing_is_an_error_with_examples(tmp_path):
     assert "shared/embedding" in str(error.value.fix)
 
 
+@pytest.mark.always
 @pytest.mark.parametrize(
     "optimizer",
     [

@@ -115,6 +115,7 @@ def params():
     return tiny.new_state().params
 
 
+@pytest.mark.always
 @pytest.mark.parametrize(
     ("denominator", "batch"),
     # Whether rows are packed matters to two of them.

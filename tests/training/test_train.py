@@ -51,6 +51,7 @@ def test_a_run_leaves_checkpoints_and_metrics(whole):
     assert said[-1] == f"checkpoint: {checkpoint_path(model_dir, 6)}"
 
 
+@pytest.mark.always
 def test_a_run_that_was_interrupted_continues_with_the_same_losses(whole, tmp_path):
     batches = tiny.batches(6)
 
@@ -69,6 +70,7 @@ def test_a_run_that_was_interrupted_continues_with_the_same_losses(whole, tmp_pa
     assert all(np.array_equal(restored[name], x) for name, x in whole[1].items())
 
 
+@pytest.mark.always
 def test_a_token_beyond_the_vocabulary_is_an_error_and_not_the_last_one(tmp_path):
     first, second = tiny.batches(2)
     size = tiny.run_config(tmp_path, 2).model.vocab_size
@@ -100,6 +102,7 @@ def test_batches_without_targets_are_refused_by_name(tmp_path):
         train(tiny.run_config(tmp_path, 1), batches)
 
 
+@pytest.mark.always
 def test_a_run_starts_from_a_flat_tree_with_its_step_and_slots(whole, tmp_path):
     tree = load_tree(checkpoint_path(whole[0], 3))
     run(tmp_path, 6, tiny.batches(6)[3:], restore_from=tree)

@@ -79,6 +79,7 @@ def test_fifty_steps_on_one_batch_learn_it():
     assert losses[-1] < 0.3 * losses[0]
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("rate", [0.0, 0.2], ids=["without dropout", "with dropout"])
 def test_recomputed_activations_give_the_same_loss_and_gradients(rate):
     """And the backward pass does compute them again: the more so, the less is kept."""

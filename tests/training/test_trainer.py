@@ -157,6 +157,7 @@ def test_a_stop_by_one_action_stays_a_stop_whatever_another_does():
     assert loop.stop_reason == "enough" and loop.trainer.stop_training
 
 
+@pytest.mark.always
 def test_a_loss_that_is_not_finite_stops_training():
     state = tiny.new_state()
     state = state.replace(params=jax.tree.map(lambda x: x * np.nan, state.params))
