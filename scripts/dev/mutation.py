@@ -167,7 +167,7 @@ class Trials:
 
     def pytest_runtestloop(self, session: Any) -> bool:
         """In place of pytest's own loop."""
-        if self.failure:
+        if self.failure or not session.items:
             return True
         self.module.choose("")
         seconds = {}
@@ -221,9 +221,11 @@ def try_changes(path: str, sample: int | None) -> None:
     options += ["-p", "no:cacheprovider", "-p", "no:terminal", "--default"]
     files = tests_of(path)
     print(f"{path}: {' '.join(files)}", flush=True)
-    pytest.main([*options, *files], plugins=[trials])
+    ended = pytest.main([*options, *files], plugins=[trials])
     if trials.failure:
         sys.exit(f"mutation: {trials.failure.nodeid} fails as it is: {trials.failure.longrepr}")
+    if ended not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        sys.exit(f"mutation: no change was tried, for pytest ended with {ended!r}")
     minutes = (time.monotonic() - start) / 60
     counts = f"{len(module.changes)} changes, {trials.unnoticed} unnoticed"
     print(f"{path}: {counts}; {minutes:.1f} min", flush=True)

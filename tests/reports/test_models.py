@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import typer
 from scipy.stats import t as student
+from scipy.stats import ttest_rel
 from typer.testing import CliRunner
 
 from t0repro.cli.compare import compare
@@ -155,6 +156,17 @@ def test_where_nothing_varies_the_examples_alone_say_how_sure_a_difference_is():
     same = difference_over_seeds(model(right), model(right), Bootstrap())
     assert (same.difference, same.p_value) == (0, 1)
     assert (same.interval.low, same.interval.high) == pytest.approx((-16.84, 16.84), abs=0.01)
+
+
+def test_where_examples_alone_vary_a_difference_is_a_paired_t_test():
+    right = (np.random.default_rng(0).random((2, 12, 1)) < [[[0.3]], [[0.7]]]).astype(float)
+    first, second = ([Outcomes(each, np.ones_like(each))] * 8 for each in right)
+    found = difference_over_seeds(first, second, Bootstrap())
+    expected = ttest_rel(right[1, :, 0], right[0, :, 0])
+    low, high = expected.confidence_interval(0.95)
+    ours = (found.interval.low, found.interval.high)
+    assert ours == pytest.approx((100 * low, 100 * high), abs=0.01)
+    assert found.p_value == pytest.approx(expected.pvalue, abs=1e-4)
 
 
 @pytest.mark.parametrize("seeds", [(1, 3), (2, 2), (5, 5)])

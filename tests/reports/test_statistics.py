@@ -242,6 +242,8 @@ def test_an_interval_over_random_prompts_is_wider_and_one_prompt_has_none():
     assert sampled.low == pytest.approx(100 * expit(logit(accuracy) - reach), abs=0.01)
     one = Outcomes(outcomes.right[:, :1], outcomes.weight[:, :1])
     assert random_prompts_interval(one, fixed, DEFAULT) is None
+    two = Outcomes(outcomes.right[:, :2], outcomes.weight[:, :2])
+    assert random_prompts_interval(two, fixed, DEFAULT) is not None
     alike = Outcomes(np.ones((20, 3)), np.ones((20, 3)))
     assert random_prompts_interval(alike, fixed, DEFAULT) == fixed
 
