@@ -312,9 +312,13 @@ def make_conversion(
     where = storage.join(source.path, hf.CONFIG) if from_config else source.path
     hf_config.check_target_computes(computed, family, target.format, where)
     tokenizer = tokenizer_of(source, options.vocabulary)
+    beside = dict(tokenizer)
+    # It says what operative_config.gin may leave out, such as where inputs attend.
+    if t5x_text := text_beside(source, T5X_CONFIG):
+        beside[T5X_CONFIG] = model_gin.drop_adapter(t5x_text).encode()
     if target.format == "hf":
         conversion = _plan_hf(reader, family, options, text, computed, norm_names, step)
-        return dataclasses.replace(conversion, small_files={**tokenizer, **conversion.small_files})
+        return dataclasses.replace(conversion, small_files={**beside, **conversion.small_files})
     notes = []
     if from_config and text is None:
         text = hf_config.gin_text(computed, family, source.path)
@@ -343,12 +347,9 @@ def make_conversion(
             f"The slots v of {len(averaged)} kernels are averaged into v_row and v_col, as"
             " scalable_t5 keeps them; converting back cannot restore them."
         )
-    small_files = {**tokenizer, **conversion.small_files}
     if family.decoder_only:
         notes += _note_buckets(computed, target.format)
-        # Only a gin file says whether the inputs attend in both directions.
-        if t5x_text := text_beside(source, T5X_CONFIG):
-            small_files[T5X_CONFIG] = t5x_text.encode()
+    small_files = {**beside, **conversion.small_files}
     return dataclasses.replace(conversion, small_files=small_files, notes=tuple(notes))
 
 
@@ -375,7 +376,7 @@ def _plan_hf(
     norm_names: naming.NormNames,
     step: int,
 ) -> Conversion:
-    outputs = hf.hf_outputs(reader.tensors, reader.ref.path)
+    outputs = hf.hf_outputs(reader.tensors)
     weights = [output for output in outputs if output.file != hf.SLOTS_FILE]
     slots = len(weights) < len(outputs)
     dtypes = {output.info.dtype.name for output in weights}

@@ -347,6 +347,12 @@ def _check_form_exists(shape: ModelShape, to: Target, ref: CheckpointRef, scan: 
             where=ref.path,
             fix="Convert to hf, or compute embeddings with `t0repro encode`.",
         )
+    if shape.decoder_only and to == "hf":
+        raise UserError(
+            "transformers has no decoder-only T5.",
+            where=ref.path,
+            fix="Convert to mtf, t5x or jax.",
+        )
     if shape.shared_towers and to in ("t5x", "hf"):
         peer = "T5X" if to == "t5x" else "transformers"
         raise UserError(

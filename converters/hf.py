@@ -397,20 +397,12 @@ def _check_index(
 # --- Writing -------------------------------------------------------------------------------------
 
 
-def hf_outputs(tensors: Mapping[str, TensorInfo], where: str) -> list[Output]:
+def hf_outputs(tensors: Mapping[str, TensorInfo]) -> list[Output]:
     """The tensors of the directory's files: weights in shards, slots and step in a separate file.
 
     Args:
       tensors: flat key -> shape and type.
-      where: the source's path, for messages.
-
-    Raises:
-      UserError: if the model has no form in transformers.
     """
-    if naming.is_decoder_only(tensors):
-        raise UserError(
-            "transformers has no decoder-only T5.", where=where, fix="Convert to mtf, t5x or jax."
-        )
     weights = [(key, info) for key, info in tensors.items() if key.startswith(naming.PARAMETERS)]
     files = shard_names([info.nbytes for _, info in weights], SHARD_BYTES)
     outputs = [_weight(key, info, file) for (key, info), file in zip(weights, files, strict=True)]

@@ -381,8 +381,7 @@ def logits_of(config: Mapping[str, Any], has_kernel: bool, where: str) -> Logits
 def check_target_computes(arithmetic: Computation, shape: ModelShape, to: str, where: str) -> None:
     """Checks that the software of a format supports a model's arithmetic.
 
-    The JAX stack supports all of it, but only T5X's gin file can make it scale queries, and a
-    conversion writes none.
+    The JAX stack supports all of it.
 
     Args:
       arithmetic: the model's arithmetic.
@@ -393,15 +392,15 @@ def check_target_computes(arithmetic: Computation, shape: ModelShape, to: str, w
     Raises:
       UserError: naming the unsupported field of config.json, or t0repro's own binding.
     """
-    if arithmetic.scale_queries:
-        raise UserError(
-            "The model was trained with queries divided by the root of head_dim (scale_attn_logits"
-            " in T5X's contrib/gpu); nothing beside a converted checkpoint would say so.",
-            where=where,
-            fix="Use the checkpoint where it is: rank-eval and runs with T5X's gin files read it.",
-        )
     if to == "jax":
         return
+    if arithmetic.scale_queries and to != "t5x":
+        raise UserError(
+            "The model was trained with queries divided by the root of head_dim (scale_attn_logits"
+            f" in T5X's contrib/gpu), and {to} has no model that divides them.",
+            where=where,
+            fix="Convert to jax or t5x.",
+        )
     if shape.tied and not arithmetic.scale_tied_logits:
         raise UserError(
             "The logits come from the embedding and are not scaled (scale_tied_logits); only the"

@@ -15,6 +15,7 @@ from typing import Any
 
 from t0repro import storage
 from t0repro.adapters import NAMES
+from t0repro.config.gin.statements import Binding
 from t0repro.config.model import ModelConfig
 from t0repro.converters import adapter_files, hf, hf_config, sources
 from t0repro.converters.model_gin import bound_arithmetic, check_gin_text, describes_model, read_gin
@@ -97,14 +98,22 @@ def arithmetic(
       gin_file: The text's file, if it is not the one beside the checkpoint.
 
     Raises:
-      UserError: If config.json and the gin text disagree, or name arithmetic that no T5 here has.
+      UserError: If config.json and the gin text disagree, or name arithmetic that no T5 here has,
+        or nothing says whether the inputs of a model without an encoder attend in both directions.
     """
-    bound = {}
     # T5X's file first: what a training run here wrote says more, and wins.
-    if t5x_text := text_beside(ref, T5X_CONFIG):
-        bound = bound_arithmetic(t5x_text, ref.beside(T5X_CONFIG))
-    if text:
-        bound |= bound_arithmetic(text, gin_file or ref.beside(OPERATIVE_CONFIG))
+    texts = {ref.beside(T5X_CONFIG): text_beside(ref, T5X_CONFIG)}
+    texts[os.fspath(gin_file or ref.beside(OPERATIVE_CONFIG))] = text
+    bound: dict[str, Binding] = {}
+    for file, said in texts.items():
+        bound |= bound_arithmetic(said, file) if said else {}
+    # A run's file that leaves it unbound says the default of its dialect: each to earlier ones.
+    if (
+        family.decoder_only
+        and "input_full_attention" not in bound
+        and not any(said and describes_model(said, file) for file, said in texts.items())
+    ):
+        raise _unknown_direction_error(ref)
     if ref.format != "hf":
         # Only gin shows the activation of such a checkpoint; without it, assume the published ones:
         # T5 1.1's gated GELU and T5 1.0's ReLU.
@@ -131,6 +140,19 @@ def arithmetic(
                 fix=_OTHER_GIN,
             )
     return config
+
+
+def _unknown_direction_error(ref: CheckpointRef) -> UserError:
+    file = ref.beside(T5X_CONFIG)
+    line = "models.DecoderOnlyModel.inputs_bidirectional_attention"
+    return UserError(
+        "The model has no encoder, and nothing says whether its inputs attend in both directions"
+        " (a prefix language model) or each position to earlier ones alone (a causal one).",
+        where=ref.path,
+        fix=f"Put the training run's {T5X_CONFIG} or {OPERATIVE_CONFIG} into"
+        f" {os.path.dirname(file)}. If it is gone and you know the answer, write it there:"
+        f" echo '{line} = False' > {file}    (True for a prefix language model)",
+    )
 
 
 def open_configured(

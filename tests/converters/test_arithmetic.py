@@ -56,10 +56,18 @@ def test_queries_that_a_t5x_run_scaled_are_scaled_in_scoring_and_lost_in_no_conv
     text += "network.T5Config.scale_attn_logits = %SCALE\nSCALE = True\n"
     (tmp_path / "t5x" / "config.gin").write_text(text)
     assert computed(tmp_path / "t5x") == dataclasses.replace(plain, scale_queries=True)
-    for to in ("mtf", "hf", "jax", "t5x"):
+    for to in ("mtf", "hf"):
         with pytest.raises(UserError, match="scale_attn_logits"):
             convert(tmp_path / "t5x", tmp_path / "out", to)
         assert not (tmp_path / "out").exists()
+    for to in ("jax", "t5x"):
+        convert(tmp_path / "t5x", tmp_path / to / "out", to)
+        assert computed(tmp_path / to / "out") == computed(tmp_path / "t5x")
+    for to in ("mtf", "hf", "jax", "t5x"):
+        (tmp_path / "t5x" / "config.gin").write_text(text.replace("True", "False"))
+        convert(tmp_path / "t5x", tmp_path / "plain" / to, to, slots=False)
+        carried = (tmp_path / "plain" / to / "config.gin").read_text()
+        assert carried == text.replace("True", "False")
 
 
 def test_the_activation_in_t5x_s_config_counts(tiny_checkpoint, tmp_path):

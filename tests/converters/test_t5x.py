@@ -399,6 +399,7 @@ def test_a_decoder_only_model_has_t5x_s_decoder_and_mesh_tensorflow_s_transforme
     assert "transformer/block_001/layer_001/DenseReluDense/wi_0/kernel" in variables
     assert "transformer/embedding" in variables
     source = write_mesh_checkpoint(tmp_path / "source", variables)
+    (source / "operative_config.gin").write_text("Unitransformer.input_full_attention = False\n")
     report = convert(source, tmp_path / "t5x", "t5x")
     assert report.family.name == "T5, decoder only"
     tree = load_any(tmp_path / "t5x")

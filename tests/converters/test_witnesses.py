@@ -102,6 +102,7 @@ def test_a_layer_that_is_gone_makes_no_shallower_model(
     mesh_variables, write_mesh_checkpoint, tmp_path, family, layer
 ):
     source = write_mesh_checkpoint(tmp_path / "source", mesh_variables(family))
+    (source / "operative_config.gin").write_text("Unitransformer.input_full_attention = False\n")
     convert(source, tmp_path / "model", "jax")
     (tmp_path / "model" / "checkpoint_7" / "integrity.json").unlink()
     for name in ("_METADATA", "conversion.json"):
