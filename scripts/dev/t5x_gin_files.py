@@ -62,9 +62,6 @@ ITSELF = "T5X itself cannot run them:"
 REASONS = {
     "no run mode 'export'": "They export a SavedModel, which t0repro does not write.",
     "t5x.contrib.moe": "Mixtures of experts are other models than the T5 family.",
-    "does not generate with it": (
-        "It generates outputs during training with a decoder-only model, which t0repro only trains."
-    ),
     "pretrain_deterministic": f"{ITSELF} they include a file that is not published.",
     "evaluate lacks partitioner": f"{ITSELF} `evaluate` has no default for `partitioner`.",
     "defines 'partitioning'": f"{ITSELF} it binds a module that it does not import.",
@@ -175,7 +172,7 @@ def outcomes(checkout: Path, vertex: Path | None) -> Iterator[tuple[str, str, st
                 if mode == "precompile":
                     more.append("--run_mode=precompile")
                 _, error_of_run = said(mode, *arguments, *more)
-                if error_of_run.startswith("There is no checkpoint"):
+                if error_of_run.startswith("There is no such file or folder."):
                     error_of_run = NO_CHECKPOINT
                 yield shown, mode, "", error_of_run
 

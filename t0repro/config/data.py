@@ -54,7 +54,7 @@ class SeqioDataConfig:
       use_memory_cache: Whether an evaluation keeps its examples in memory.
       trim_output_features: Whether to truncate features that are too long.
       num_shards: As in `TrainDataConfig`; 1 unless the run trains on the examples.
-      converter: Which of SeqIO's converters makes a model's features of examples in training:
+      converter: Which of SeqIO's converters makes a model's features of examples:
         EncDecFeatureConverter, DecoderFeatureConverter, which joins inputs and targets to one
         sequence, or PassThroughFeatureConverter, with which tasks give the model's features.
     """

@@ -219,20 +219,14 @@ def seqio_dataset(
       shard: Which of `data.num_shards` shards; its batches have that many times fewer rows. It
         equals what T5X reads on one of that many hosts.
     """
-    # compat has to be installed before anything imports t5 or seqio.
-    compat.install()
+    converter = make_seqio_converter(data.converter, pack=data.pack)
     import seqio
 
-    converters: dict[Converter, Any] = {
-        "encoder_decoder": seqio.EncDecFeatureConverter,
-        "decoder": seqio.DecoderFeatureConverter,
-        "pass_through": seqio.PassThroughFeatureConverter,
-    }
     assert data.sequence_length is not None
     return seqio.get_dataset(
         data.mixture_or_task_name,
         task_feature_lengths=dict(data.sequence_length),
-        feature_converter=converters[data.converter](pack=data.pack),
+        feature_converter=converter,
         dataset_split=data.split,
         use_cached=data.use_cached,
         shuffle=data.shuffle,
@@ -243,6 +237,23 @@ def seqio_dataset(
         trim_output_features=data.trim_output_features,
         verbose=False,
     )
+
+
+def make_seqio_converter(name: Converter, *, pack: bool = False) -> Any:
+    """SeqIO's converter of examples to a model's features, packed several to a row or not."""
+    # compat has to be installed before anything imports t5 or seqio.
+    compat.install()
+    import seqio
+
+    # SeqIO's Evaluator reads both, which its own class lacks.
+    lacking = {"TASK_FEATURES": {}, "pack": False}
+    pass_through = type("PassThrough", (seqio.PassThroughFeatureConverter,), lacking)
+    converters: dict[Converter, Any] = {
+        "encoder_decoder": seqio.EncDecFeatureConverter,
+        "decoder": seqio.DecoderFeatureConverter,
+        "pass_through": pass_through,
+    }
+    return converters[name](pack=pack)
 
 
 def rename_seqio_features(

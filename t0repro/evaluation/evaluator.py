@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from t0repro.config.data import (
+    Converter,
     EvaluatorConfig,
     LoggerConfig,
     SeqioDataConfig,
@@ -30,6 +31,7 @@ from t0repro.config.decoding import DecodingPlan
 from t0repro.config.run import TrainRun
 from t0repro.data.eval_examples import eval_examples, find_tasks_with_metrics
 from t0repro.data.mixing import FEATURES
+from t0repro.data.train_data import make_seqio_converter
 from t0repro.errors import UserError
 from t0repro.evaluation.judge import make_task_judge
 from t0repro.evaluation.model_functions import make_functions
@@ -121,8 +123,7 @@ class TaskEvaluator(abc.ABC):
           params: its parameters.
           step: their step, for the loggers.
         """
-        functions = make_functions(model, params, self._decoding, self._data.batch_size)
-        return self._evaluate(functions, step)
+        return self._evaluate(make_functions(model, params, self._decoding, self._data), step)
 
     @property
     @abc.abstractmethod
@@ -166,17 +167,14 @@ class SeqioEvaluator(TaskEvaluator):
     """Evaluates tasks of SeqIO's registry, by SeqIO's own Evaluator."""
 
     def _open(self) -> None:
-        # compat has to be installed before anything imports t5 or seqio.
-        from t0repro import compat
-
-        compat.install()
+        data, evaluator = self._data, self._config
+        # Not packed: a row would have the outputs of several examples.
+        converter = make_seqio_converter(data.converter)
         import seqio
 
-        data, evaluator = self._data, self._config
         self._evaluator = seqio.Evaluator(
             data.mixture_or_task_name,
-            # A packed row would have the outputs of several examples.
-            seqio.EncDecFeatureConverter(pack=False),
+            converter,
             eval_split=data.split,
             use_cached=data.use_cached,
             seed=data.seed,
@@ -274,7 +272,8 @@ class DescribedEvaluator(TaskEvaluator):
 
     def _evaluate_task(self, task: DescribedTask, functions: Any, step: int) -> dict[str, float]:
         examples, judge = self._examples[task.name], make_task_judge(task)
-        pairs = enumerate(model_features(example, self._lengths) for example in examples)
+        made = (model_features(each, self._lengths, self._data.converter) for each in examples)
+        pairs = enumerate(made)
         inferred: dict[str, Sequence[Any]]
         if judge.ranks:
             outputs = _in_order(functions.score(pairs))
@@ -331,13 +330,26 @@ def _in_order(indexed: Sequence[tuple[int, Any]]) -> list[Any]:
     return [output for _, output in sorted(indexed, key=lambda pair: pair[0])]
 
 
-def model_features(example: Example, lengths: Mapping[str, int]) -> dict[str, np.ndarray]:
-    """An example as seqio.EncDecFeatureConverter has it, where the model's functions read it.
+def model_features(
+    example: Example, lengths: Mapping[str, int], converter: Converter
+) -> dict[str, np.ndarray]:
+    """An example as SeqIO's converter makes it, where the model's functions read it.
 
     Args:
       example: Its `inputs` and `targets`, at most as long as `lengths`.
-      lengths: Tokens that each is padded to.
+      lengths: Tokens that each is padded to; together, where they are one sequence.
+      converter: EncDecFeatureConverter's name, or DecoderFeatureConverter's.
     """
+    if converter == "decoder":
+        inputs, text = len(example["inputs"]), np.concatenate([example[name] for name in FEATURES])
+        places = np.arange(lengths["inputs"] + lengths["targets"])
+        target_tokens = np.pad(text, (0, len(places) - len(text)))
+        return {
+            "decoder_target_tokens": target_tokens,
+            "decoder_input_tokens": np.pad(target_tokens[:-1], (1, 0)),
+            "decoder_causal_attention": (places <= inputs).astype(np.int32),
+            "decoder_loss_weights": ((places >= inputs) & (places < len(text))).astype(np.int32),
+        }
     padded = [np.pad(example[name], (0, lengths[name] - len(example[name]))) for name in FEATURES]
     return dict(zip(("encoder_input_tokens", "decoder_target_tokens"), padded, strict=True))
 

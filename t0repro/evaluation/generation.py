@@ -20,7 +20,6 @@ import jax
 import numpy as np
 
 from t0repro.config.decoding import GREEDY, DecodingConfig
-from t0repro.errors import UserError
 from t0repro.model.decoding import generate, search_limit
 from t0repro.model.shapes import Int
 from t0repro.model.t5 import T5
@@ -32,20 +31,6 @@ if TYPE_CHECKING:
 
 _IN_FLIGHT = 2  # batches dispatched before the oldest one's tokens are waited for
 _BATCH = {"cpu": 32, "gpu": 256, "tpu": 256}  # examples of a task
-
-
-def check_has_encoder(model: T5, where: str) -> None:
-    """Refuses to generate with a model that only ranks and trains here.
-
-    Raises:
-      UserError: If it has no encoder.
-    """
-    if model.config.decoder_only:
-        raise UserError(
-            "t0repro ranks with a model that has no encoder and does not generate with it.",
-            where=where,
-            fix="Evaluate tasks with answer choices, in the mode rank.",
-        )
 
 
 def generate_tokens(

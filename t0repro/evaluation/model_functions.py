@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from t0repro.config.data import Converter, SeqioDataConfig
 from t0repro.config.decoding import DecodingPlan
+from t0repro.data.mixing import FEATURES
+from t0repro.data.train_data import rename_seqio_features
+from t0repro.errors import UserError
 from t0repro.evaluation.engine import score_examples
+from t0repro.model.shapes import Array, Float
 from t0repro.model.t5 import T5
-from t0repro.model.t5x_decoding import generate
+from t0repro.model.t5x_decoding import continue_prompts, generate
 from t0repro.partitioning.devices import count_data_shards, fetch, use_devices_of
+from t0repro.training.t5_model import check_full_attention
+from t0repro.training.token_losses import cross_entropy, map_targets, token_weights
 
 Indexed = list[tuple[int, Any]]
 
@@ -32,6 +41,7 @@ class ModelFunctions:
       plan: The decoding options.
       batch_size: Examples decoded together; the last batch is padded with copies of its first
         example, whose outputs are dropped.
+      converter: What made the model's features of the examples.
       seed: For sampling.
     """
 
@@ -39,6 +49,7 @@ class ModelFunctions:
     params: Any
     plan: DecodingPlan
     batch_size: int
+    converter: Converter
     seed: int = 0
 
     def predict(self, dataset: Any) -> Indexed:
@@ -58,10 +69,13 @@ class ModelFunctions:
 
     def score(self, dataset: Any) -> Indexed:
         """Log-likelihood of each example's targets, EOS included: natural log, not normalized."""
+        if self.converter != "encoder_decoder":
+            computed = _compute_batches(self, dataset, lambda batch, _: (self._score(batch), {}))
+            return [pair for pair, _ in computed]
         indices, examples = [], []
         for index, example in _pairs(dataset):
             indices.append(int(index))
-            examples.append(_tokens(example))
+            examples.append({name: rename_seqio_features(example)[name] for name in FEATURES})
         if not examples:
             return []
         # The limit is in tokens: those of batch_size examples of the greatest length.
@@ -76,11 +90,43 @@ class ModelFunctions:
         return [(index, float(score)) for index, score in zip(indices, scores, strict=True)]
 
     def _decode(self, batch: Any, key: jax.Array) -> tuple[Any, dict[str, Any]]:
-        own = _tokens(batch)
-        tokens, scores = generate(
-            self.model, self.params, own["inputs"], own["targets"], self.plan, key
-        )
+        model, params, plan = self.model, self.params, self.plan
+        if model.config.decoder_only:
+            tokens, scores = continue_prompts(model, plan, params, *_prompts(batch), key)
+            return tokens, {"scores": scores}
+        own = rename_seqio_features(batch, self.converter)
+        targets = own["targets"]
+        if (read := own.get("decoder_inputs")) is not None:
+            targets = np.pad(read[:, 1:], ((0, 0), (0, 1)))
+        tokens, scores = generate(model, params, own["inputs"], targets, plan, key)
         return tokens, {"scores": scores}
+
+    def _score(self, batch: Any) -> Any:
+        own = rename_seqio_features(batch, self.converter)
+        if self.model.config.input_full_attention:
+            check_full_attention(own)
+        return score_rows(self.model, self.params, own)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def score_rows(model: T5, params: Any, batch: Any) -> Float[Array, " batch"]:
+    """Log-likelihood of each row's targets by their weights: natural log, not normalized.
+
+    Args:
+      model: The model.
+      params: Its parameters.
+      batch: What the model reads, under this project's names.
+
+    Source: t5x.models.BaseTransformerModel.score_batch.
+    """
+    targets = jnp.asarray(batch["targets"])
+    hidden: Any = model.apply({"params": params}, batch, hidden=True)
+
+    def log_p(logits: Array, targets: Array) -> dict[str, Array]:
+        return {"log_p": -cross_entropy(logits, targets)}
+
+    scores = map_targets(model, params, hidden, targets, log_p)["log_p"]
+    return jnp.sum(scores * token_weights(model.config, batch), axis=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,12 +186,12 @@ def _compute_batches(
 
 
 def make_functions(
-    model: Any, params: Any, plan: DecodingPlan, batch_size: int, seed: int = 0
+    model: Any, params: Any, plan: DecodingPlan, data: SeqioDataConfig, seed: int = 0
 ) -> ModelFunctions | UserModelFunctions:
-    """The functions of a network, decoded by a plan, or of a user's model."""
+    """The functions of a network, decoded by a plan, or of a user's model; for some data."""
     if isinstance(model, T5):
-        return ModelFunctions(model, params, plan, batch_size, seed)
-    return UserModelFunctions(model, params, batch_size, seed)
+        return ModelFunctions(model, params, plan, data.batch_size, data.converter, seed)
+    return UserModelFunctions(model, params, data.batch_size, seed)
 
 
 def _batches(
@@ -166,11 +212,22 @@ def _batches(
         yield [int(i) for i, _ in batch], features, jax.random.fold_in(key, next(numbers))
 
 
-def _tokens(example: Any) -> dict[str, np.ndarray]:
-    return {
-        "inputs": np.asarray(example["encoder_input_tokens"], np.int32),
-        "targets": np.asarray(example["decoder_target_tokens"], np.int32),
-    }
+def _prompts(batch: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """What the decoder reads of each example's inputs, and where: int32 [batch, length].
+
+    Raises:
+      UserError: If the batch does not say where the inputs are, or they are not each row's first.
+    """
+    if "decoder_causal_attention" not in batch:
+        raise UserError(
+            "A batch has no decoder_causal_attention, so nothing says where its inputs end.",
+            where="utils.DatasetConfig.task_feature_lengths",
+            fix="Outputs are generated after inputs: evaluate tasks with inputs and targets, and"
+            " give lengths of both.",
+        )
+    both_ways = np.asarray(batch["decoder_causal_attention"], np.int32)
+    check_full_attention({"full_attention": both_ways, "targets": np.ones_like(both_ways)})
+    return np.asarray(batch["decoder_input_tokens"], np.int32) * both_ways, both_ways
 
 
 def _pairs(dataset: Any) -> Iterator[tuple[Any, Any]]:

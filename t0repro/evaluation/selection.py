@@ -14,7 +14,6 @@ from t0repro.data.checks import (
 )
 from t0repro.data.eval_examples import why_task_evaluation_needs_seqio
 from t0repro.errors import UserError
-from t0repro.evaluation.generation import check_has_encoder
 from t0repro.evaluation.judge import ranks_choices
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.tasks.availability import SKIP_MISSING, missing_tasks
@@ -187,18 +186,6 @@ def _ranks(task: Any) -> bool:
 def padded_rows(size: int) -> int:
     """Rows of the embedding of a vocabulary with so many pieces."""
     return -(-size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-
-
-def check_model(selected: Selection, checkpoint: Checkpoint) -> Any:
-    """Returns the tasks' vocabulary after checking that a checkpoint's model can evaluate them.
-
-    Raises:
-      UserError: see `check_vocabulary` and `check_has_encoder`.
-    """
-    vocabulary = check_vocabulary(selected.names, checkpoint)
-    if selected.generated:
-        check_has_encoder(checkpoint.model, checkpoint.path)
-    return vocabulary
 
 
 def check_vocabulary(names: Sequence[str], checkpoint: Checkpoint) -> Any:

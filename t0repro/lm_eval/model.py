@@ -13,7 +13,7 @@ from t0repro.config.decoding import GREEDY
 from t0repro.config.model import DType
 from t0repro.errors import UserError, nearest_names
 from t0repro.evaluation.engine import Engine, default_tokens_per_batch
-from t0repro.evaluation.generation import check_has_encoder, generate_tokens
+from t0repro.evaluation.generation import generate_tokens
 from t0repro.evaluation.grouping import make_batching
 from t0repro.evaluation.opened import attach_adapter, open_adapter_at, open_checkpoint
 from t0repro.evaluation.pairs import collect_pairs
@@ -140,7 +140,6 @@ class T0ReproLM(LM):
           UserError: If a task asks for sampling or for several beams.
         """
         del disable_tqdm
-        check_has_encoder(self._checkpoint.model, self._checkpoint.path)
         outputs = [""] * len(requests)
         # Requests that may generate equally many tokens are decoded together.
         limits = [self._limit(request.args[1]) for request in requests]

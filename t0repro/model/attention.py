@@ -55,7 +55,7 @@ def attention(
     query: Float[Array, "batch heads length d_kv"],
     key: Float[Array, "batch heads keys d_kv"],
     value: Float[Array, "batch heads keys d_kv"],
-    position_bias: Float[Array, "heads offsets"] | None,
+    position_bias: Float[Array, "*rows heads offsets"] | None,
     mask: AttentionMask,
     apply_dropout: Callable[[Array], Array] = lambda x: x,
 ) -> Float[Array, "batch heads length d_kv"]:
@@ -67,7 +67,8 @@ def attention(
       query: not scaled here. Its dtype is that of logits and softmax.
       key: of the query's dtype.
       value: its dtype is that of the weights and of the result.
-      position_bias: by the offset key - query, from 1 - length to keys - 1.
+      position_bias: by the offset key - query, from 1 - length to keys - 1. A single query may have
+        one in each row.
       mask: which query sees which key.
       apply_dropout: applies dropout to [batch, heads, query, key] with one mask for all queries.
     """

@@ -55,23 +55,44 @@ def empty_cache(model: T5, rows: int, length: int) -> Cache:
     }
 
 
+def read_prompts(
+    model: T5,
+    params: Parameters,
+    prompts: Int[Array, "batch length"],
+    both_ways: Int[Array, "batch length"],
+) -> Cache:
+    """The cache of a model without an encoder after it has read prompts, all positions at once.
+
+    Args:
+      model: the model.
+      params: its parameters.
+      prompts: a 0, then each prompt's tokens, then zeros.
+      both_ways: 1 at the positions of a prompt, and of the 0 before it: they attend to each other
+        if the model's inputs do. The cache has nothing to read at the others.
+    """
+    # The mask is made of targets, which are padding where there is nothing to read.
+    batch = {"targets": both_ways, "full_attention": both_ways, "decoder_inputs": prompts}
+    _, filled = model.apply({"params": params}, batch, hidden=True, mutable=["cache"])
+    return filled["cache"]
+
+
 def decoder_step(
     model: T5,
     params: Parameters,
-    reads: DecoderReads,
+    reads: DecoderReads | None,
     cache: Cache,
     tokens: Int[Array, "batch beams"],
-    position: Int[Array, ""],
+    position: Int[Array, "*rows"],
 ) -> tuple[Float[Array, "batch beams vocab"], Cache]:
     """Float32 logits of the targets at a position, and the cache with that position.
 
     Args:
       model: the model.
       params: its parameters.
-      reads: from `read_inputs`; all beams of a row read the same input.
+      reads: from `read_inputs`; all beams of a row read the same input. None without an encoder.
       cache: keys and values of the earlier positions, [batch * beams, heads, length, d_kv].
       tokens: the decoder's inputs: the targets one position earlier, 0 at the first.
-      position: counted from 0, less than the cache's length.
+      position: counted from 0, of all rows or [batch * beams].
     """
     logits, updated = model.apply(
         {"params": params, "cache": cache},
@@ -79,8 +100,8 @@ def decoder_step(
         position,
         # The cache's length; its leaves are [rows, heads, length, d_kv].
         jax.tree.leaves(cache)[0].shape[2],
-        reads.cross_attention_cache,
-        reads.mask,
+        None if reads is None else reads.cross_attention_cache,
+        None if reads is None else reads.mask,
         method=T5.decode_step,
         mutable=["cache"],
     )

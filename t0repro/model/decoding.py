@@ -1,9 +1,9 @@
-"""Generates targets with an encoder-decoder T5: greedy, by sampling, and by beam search.
+"""Generates targets, greedy, by sampling, and by beam search.
 
-It decodes one position at a time with a cache of earlier keys and values, under jit with static
-shapes; the loop ends once every row is done. In float32 the outputs equal those of Mesh TensorFlow
-0.1.21 (Bitransformer.decode, Unitransformer.sample_autoregressive, beam_search.beam_search), edge
-cases included:
+A model without an encoder continues its inputs. Each position is decoded with a cache of earlier
+keys and values, under jit with static shapes; the loop ends once every row is done. In float32 the
+outputs equal those of Mesh TensorFlow 0.1.21 (Bitransformer.decode,
+Unitransformer.sample_autoregressive, beam_search.beam_search), edge cases included:
 
 - Sampling adds Gumbel noise times the temperature to the logits; top-k keeps the logits above the
   (k+1)-th largest.
@@ -26,7 +26,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from t0repro.config.decoding import DecodingConfig
-from t0repro.model.decoder_steps import Parameters, decoder_step, empty_cache, read_inputs
+from t0repro.model.decoder_steps import (
+    Cache,
+    DecoderReads,
+    Parameters,
+    decoder_step,
+    empty_cache,
+    read_inputs,
+    read_prompts,
+)
 from t0repro.model.shapes import Array, Float, Int
 from t0repro.model.t5 import T5
 
@@ -92,6 +100,41 @@ def search_limit(longest_input: int, config: DecodingConfig) -> int:
     return int(product + np.float32(config.length_constant))
 
 
+class _Start(NamedTuple):
+    """What decoding begins with.
+
+    Attributes:
+      reads: what every step reads; None without an encoder.
+      cache: of the positions before the first; beams of one input are adjacent rows.
+      first: the position of the first token, of all rows or [rows * beams].
+      last: what the decoder reads there, [rows].
+    """
+
+    reads: DecoderReads | None
+    cache: Cache
+    first: jax.Array
+    last: jax.Array
+
+
+def _read(
+    model: T5, params: Parameters, inputs: Int[Array, "batch memory"], length: int, beams: int = 1
+) -> _Start:
+    """Reads the inputs, for outputs of at most this length."""
+    rows = inputs.shape[0]
+    if not model.config.decoder_only:
+        cache = empty_cache(model, rows * beams, length)
+        reads = read_inputs(model, params, inputs)
+        return _Start(reads, cache, jnp.int32(0), jnp.zeros(rows, jnp.int32))
+    # The inputs come first in the text, after a 0; the last of them is read again.
+    prompts = jnp.pad(inputs, ((0, 0), (1, length - 1)))
+    lengths = jnp.sum(inputs != 0, axis=1, dtype=jnp.int32)
+    both_ways = (jnp.arange(prompts.shape[1]) <= lengths[:, None]).astype(jnp.int32)
+    cache = read_prompts(model, params, prompts, both_ways)
+    last = jnp.take_along_axis(prompts, lengths[:, None], axis=1)[:, 0]
+    cache, first = jax.tree.map(lambda x: jnp.repeat(x, beams, axis=0), (cache, lengths))
+    return _Start(None, cache, first, last)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _sample(
     model: T5,
@@ -104,7 +147,7 @@ def _sample(
     """Generates tokens one by one until each row has its EOS or is `length` long."""
     temperature, keep_top_k = options
     rows = inputs.shape[0]
-    reads = read_inputs(model, params, inputs)
+    reads, cache, first, last = _read(model, params, inputs, length)
 
     def more(carry: tuple[Any, ...]) -> jax.Array:
         position, _, _, done, _ = carry
@@ -112,7 +155,8 @@ def _sample(
 
     def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         position, tokens, last, done, cache = carry
-        logits, cache = decoder_step(model, params, reads, cache, last[:, None], position)
+        at = first + position
+        logits, cache = decoder_step(model, params, reads, cache, last[:, None], at)
         chosen = _choose(logits[:, 0], temperature, keep_top_k, jax.random.fold_in(key, position))
         # A row that is done stays padding.
         chosen = jnp.where(done, 0, chosen)
@@ -122,9 +166,9 @@ def _sample(
     start = (
         jnp.int32(0),
         jnp.zeros((rows, length), jnp.int32),
-        jnp.zeros(rows, jnp.int32),
+        last,
         jnp.zeros(rows, bool),
-        empty_cache(model, rows, length),
+        cache,
     )
     return jax.lax.while_loop(more, step, start)[1]
 
@@ -171,7 +215,7 @@ def _search(
     """Finds each row's best beam; all rows continue until no alive beam can become the best."""
     beams, alpha, prefilter, vocab_parts = options
     rows = inputs.shape[0]
-    reads = read_inputs(model, params, inputs)
+    reads, cache, first, last = _read(model, params, inputs, length, beams)
     penalties = jnp.asarray(_length_penalties(length, alpha))
 
     def is_unfinished(position: jax.Array, state: _Beams) -> jax.Array:
@@ -182,7 +226,8 @@ def _search(
 
     def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         position, state, cache = carry
-        logits, cache = decoder_step(model, params, reads, cache, state.last, position)
+        at = first + position
+        logits, cache = decoder_step(model, params, reads, cache, state.last, at)
         penalty = penalties[position + 1]
         grown, parents = _grow(state, logits, position, penalty, prefilter, vocab_parts)
         active = is_unfinished(position, state)
@@ -201,12 +246,12 @@ def _search(
     start = _Beams(
         alive=none,
         log_probs=jnp.tile(jnp.where(jnp.arange(beams) == 0, 0.0, -_NEVER), (rows, 1)),
-        last=jnp.zeros((rows, beams), jnp.int32),
+        last=jnp.tile(last[:, None], (1, beams)),
         finished=none,
         finished_scores=jnp.full((rows, beams), -_NEVER),
         is_finished=jnp.zeros((rows, beams), bool),
     )
-    carry = (jnp.int32(0), start, empty_cache(model, rows * beams, length))
+    carry = (jnp.int32(0), start, cache)
     state = jax.lax.while_loop(more, step, carry)[1]
     # Without a finished beam, return the best alive one with its plain log-probability.
     any_finished = state.is_finished.any(axis=1)

@@ -16,14 +16,18 @@ def full_matrix(
     query: Float[Array, "batch heads length d_kv"],
     key: Float[Array, "batch heads keys d_kv"],
     value: Float[Array, "batch heads keys d_kv"],
-    position_bias: Float[Array, "heads offsets"] | None,
+    position_bias: Float[Array, "*rows heads offsets"] | None,
     mask: AttentionMask,
     apply_dropout: Callable[[Array], Array] = lambda x: x,
 ) -> Float[Array, "batch heads length d_kv"]:
     """Computes `attention` by matmuls over the full matrix of weights."""
     bias = mask_bias(mask.matrix())
     if position_bias is not None:
-        bias = expand_offsets(position_bias, query.shape[2])[None] + bias
+        # In decoding, each row's one query may have a position, and so a bias, of its own.
+        if position_bias.ndim == 3:
+            bias = position_bias[:, :, None] + bias
+        else:
+            bias = expand_offsets(position_bias, query.shape[2])[None] + bias
     logits = einsum("bhqd,bhkd->bhqk", query, key) + bias.astype(query.dtype)
     weights = apply_dropout(attention_weights(logits).astype(value.dtype))
     return einsum("bhqk,bhkd->bhqd", weights, value)

@@ -205,12 +205,14 @@ class Attention(nn.Module):
         x: Float[Array, "batch length d_model"],
         key_value_source: Float[Array, "batch memory d_model"] | KeysAndValues,
         mask: AttentionMask,
-        position_bias: Float[Array, "heads offsets"] | None = None,
+        position_bias: Float[Array, "*rows heads offsets"] | None = None,
         *,
         deterministic: bool,
-        position: Int[Array, ""] | None = None,
+        position: Int[Array, "*rows"] | None = None,
     ) -> Float[Array, "batch length d_model"]:
         """Attends from x to memory.
+
+        If the collection "cache" is mutable, it keeps the keys and values of all positions.
 
         Args:
           x: the source of queries.
@@ -218,9 +220,9 @@ class Attention(nn.Module):
           mask: which query sees which key.
           position_bias: added to the logits, by the offset of the key from the query.
           deterministic: False applies dropout.
-          position: in decoding with a cache, the position of the one token in each row. Its key and
-            value are written there into the collection "cache", [batch, heads, length, d_kv], and
-            the query attends to all keys in the cache.
+          position: in decoding with a cache, the position of the one token in each row, of all rows
+            or [batch]. Its key and value are written there into the collection "cache", [batch,
+            heads, length, d_kv], and the query attends to all keys in the cache.
         """
         config = self.config
         heads, d_kv = config.num_heads, config.d_kv
@@ -245,6 +247,9 @@ class Attention(nn.Module):
         if position is not None:
             key = self._update_cache("cached_key", key, position)
             value = self._update_cache("cached_value", value, position)
+        elif self._fills_cache(key_value_source):
+            self.put_variable("cache", "cached_key", key)
+            self.put_variable("cache", "cached_value", value)
         in_float32 = config.arithmetic.float32_attention_logits
         logits_type = jnp.dtype("float32") if in_float32 else self.dtype
         query, key = query.astype(logits_type), key.astype(logits_type)
@@ -257,14 +262,21 @@ class Attention(nn.Module):
         out = dense("out", config.d_model, normal((heads * d_kv) ** -0.5), ("heads", "embed"))
         return out(y, deterministic=deterministic)
 
+    def _fills_cache(self, source: Any) -> bool:
+        # Cross attention has its keys and values already; initialization may write anything.
+        is_memory = isinstance(source, KeysAndValues)
+        return self.is_mutable_collection("cache") and not is_memory and not self.is_initializing()
+
     def _update_cache(
-        self, name: str, x: Float[Array, "batch heads 1 d_kv"], position: Int[Array, ""]
+        self, name: str, x: Float[Array, "batch heads 1 d_kv"], position: Int[Array, "*rows"]
     ) -> Float[Array, "batch heads keys d_kv"]:
         """The cache of this name with x at its position."""
         # Only decoding passes a position, and it also passes the cache, so no initialization is
         # needed.
         cache = self.variable("cache", name)
-        cache.value = cache.value.at[:, :, position].set(x[:, :, 0])
+        rows = jnp.arange(x.shape[0]) if position.ndim else slice(None)
+        # A row that is done goes on past the last position, where nothing is written.
+        cache.value = cache.value.at[rows, :, position].set(x[:, :, 0])
         return cache.value
 
 
@@ -306,15 +318,15 @@ class RelativePositionBias(nn.Module):
 
     @nn.compact
     def __call__(
-        self, length: int, position: Int[Array, ""] | None = None
-    ) -> Float[Array, "heads offsets"]:
+        self, length: int, position: Int[Array, "*rows"] | None = None
+    ) -> Float[Array, "*rows heads offsets"]:
         """The bias for the offsets of keys from queries, in ascending order.
 
         Args:
           length: length of the sequence.
-          position: position of the single query in decoding with a cache: offsets are then those of
-            all keys from it, and the bias for later keys is meaningless. None gives the bias of all
-            queries.
+          position: position of the single query in decoding with a cache, of all rows or [rows]:
+            offsets are then those of all keys from it, and the bias for later keys is meaningless.
+            None gives the bias of all queries.
         """
         config = self.config
         shape = (config.num_heads, config.relative_attention_num_buckets)
@@ -338,7 +350,8 @@ class RelativePositionBias(nn.Module):
         furthest = config.relative_attention_max_distance
         by_distance = look_up(-np.arange(furthest + 1, dtype=np.int32)).astype(self.dtype)
         places = np.arange(length, dtype=np.int32)
-        return by_distance[:, jnp.clip(position - places, 0, furthest)]
+        distances = jnp.clip(position[..., None] - places, 0, furthest)
+        return jnp.moveaxis(by_distance[:, distances], 0, -2)
 
 
 def relative_position_bucket(

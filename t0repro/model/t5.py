@@ -269,7 +269,7 @@ class T5(nn.Module):
     def decode_step(
         self,
         tokens: Int[Array, "rows 1"],
-        position: Int[Array, ""],
+        position: Int[Array, "*rows"],
         length: int,
         encoded: CrossAttentionCache | None,
         encoded_mask: AttentionMask | None,
@@ -278,7 +278,7 @@ class T5(nn.Module):
 
         Args:
           tokens: the decoder's inputs there.
-          position: counted from 0.
+          position: counted from 0, of all rows or [rows].
           length: number of positions in the cache.
           encoded: from `make_cross_attention_cache`; None in a model without an encoder. Beams of
             one input are adjacent rows of `tokens` that share one row of it.
@@ -287,7 +287,8 @@ class T5(nn.Module):
         # Beyond the position, the cache still has zeros, which attention must not see.
         places = jnp.arange(length)[None]
         same = jnp.zeros((1, 1), jnp.int32)
-        earlier = AttentionMask(same, jnp.zeros_like(places), jnp.full((1, 1), position), places)
+        place = jnp.reshape(position, (-1, 1))
+        earlier = AttentionMask(same, jnp.zeros_like(places), place, places)
         return self.decoder(
             tokens,
             earlier,

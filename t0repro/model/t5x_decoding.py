@@ -21,7 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from t0repro.config.decoding import NEVER, DecodingPlan
-from t0repro.model.decoder_steps import Parameters, decoder_step, empty_cache, read_inputs
+from t0repro.model.decoder_steps import (
+    Parameters,
+    decoder_step,
+    empty_cache,
+    read_inputs,
+    read_prompts,
+)
 from t0repro.model.shapes import Array, Float, Int
 from t0repro.model.t5 import T5
 
@@ -124,13 +130,80 @@ def _generate(
     prompt: Int[Array, "batch length"],
     key: jax.Array,
 ) -> Decodes:
-    options, length = plan.function_options(), prompt.shape[1]
+    decode, length = _decode_function(plan, prompt.shape[1]), prompt.shape[1]
+    cache, tokens_to_logits = t5_functions(model, params, inputs, plan.num_decodes, length)
+    return decode(prompt, cache, tokens_to_logits, decode_rng=key)
+
+
+def _decode_function(plan: DecodingPlan, length: int) -> Callable[..., Decodes]:
+    """The plan's function with its options, for rows of this length."""
+    options = plan.function_options()
     decode = beam_search if plan.method == "beam_search" else temperature_sample
-    # The targets have no room for more.
+    # The rows have no room for more.
     for name in options.keys() & {"max_decode_len", "max_decode_steps"}:
         options[name] = None if options[name] is None else min(options[name], length)
-    cache, tokens_to_logits = t5_functions(model, params, inputs, plan.num_decodes, length)
-    return decode(prompt, cache, tokens_to_logits, decode_rng=key, **options)
+    return functools.partial(decode, **options)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def continue_prompts(
+    model: T5,
+    plan: DecodingPlan,
+    params: Parameters,
+    prompts: Int[Array, "batch length"],
+    both_ways: Int[Array, "batch length"],
+    key: jax.Array,
+) -> Decodes:
+    """What a model without an encoder generates after each row's prompt, on the device.
+
+    Args:
+      model: the model.
+      plan: the decoding options.
+      params: its parameters.
+      prompts: a 0, then each prompt's tokens, then zeros: `decoder_input_tokens` without targets.
+        A row's prompt and output fill at most its length.
+      both_ways: `decoder_causal_attention`: 1 at a prompt's tokens and the 0 before them.
+      key: PRNG key for sampling.
+
+    Source: t5x.models.DecoderOnlyModel.predict_batch_with_aux.
+    """
+    cache, lengths, tokens_to_logits = prompted_functions(model, params, prompts, both_ways)
+    decode = _decode_function(plan, prompts.shape[1])
+    tokens, scores = decode(prompts, cache, tokens_to_logits, decode_rng=key, initial_index=lengths)
+    return Decodes(remove_prompts(tokens, lengths), scores)
+
+
+def prompted_functions(
+    model: T5,
+    params: Parameters,
+    prompts: Int[Array, "batch length"],
+    both_ways: Int[Array, "batch length"],
+) -> tuple[Any, Int[Array, " batch"], TokensToLogits]:
+    """A cache that has read each prompt, the prompts' lengths, and the function for the rest.
+
+    Args: see `continue_prompts`.
+    """
+    lengths = jnp.sum(prompts[:, 1:] != 0, axis=1, dtype=jnp.int32)
+
+    def tokens_to_logits(state: DecodingState) -> tuple[jax.Array, Any]:
+        # Its rows' own: a beam search counts from the end of each prompt.
+        position = state.cache["position"]
+        logits, layers = decoder_step(
+            model, params, None, state.cache["layers"], state.cur_token, position
+        )
+        return logits[:, 0], {"position": position + 1, "layers": layers}
+
+    # The last token of a prompt is read again, for the logits after it.
+    layers = read_prompts(model, params, prompts, both_ways)
+    return {"position": lengths, "layers": layers}, lengths, tokens_to_logits
+
+
+def remove_prompts(
+    tokens: Int[Array, "batch decodes length"], lengths: Int[Array, " batch"]
+) -> Int[Array, "batch decodes length"]:
+    """Moves what follows the first tokens of each row to its front, with zeros after it."""
+    at = lengths[:, None, None] + jnp.arange(tokens.shape[2])
+    return jnp.take_along_axis(tokens, at, axis=2, mode="fill", fill_value=0)
 
 
 def t5_functions(

@@ -73,11 +73,11 @@ class Block(nn.Module):
         self,
         x: Float[Array, "batch length d_model"],
         mask: AttentionMask,
-        shared: Float[Array, "heads offsets"] | None,
+        shared: Float[Array, "*rows heads offsets"] | None,
         padding_mask: Float[Array, "#batch #length 1"],
         encoded: Float[Array, "inputs memory d_model"] | KeysAndValues | None,
         encoded_mask: AttentionMask | None,
-        position: Int[Array, ""] | None,
+        position: Int[Array, "*rows"] | None,
         *,
         deterministic: bool,
     ) -> Float[Array, "batch length d_model"]:
@@ -152,7 +152,7 @@ class Tower(nn.Module):
         encoded_mask: AttentionMask | None = None,
         *,
         deterministic: bool,
-        position: Int[Array, ""] | None = None,
+        position: Int[Array, "*rows"] | None = None,
         hidden: bool = False,
     ) -> Float[Array, "batch length features"]:
         """Returns an encoder's normalized outputs, zero at padding, or any other tower's logits.
@@ -165,7 +165,8 @@ class Tower(nn.Module):
             computes from them (`t0repro.model.t5.make_cross_attention_cache`).
           encoded_mask: which position attends to which of the encoder's.
           deterministic: False applies dropout.
-          position: position of the one token in each row when decoding with a cache.
+          position: position of the one token in each row when decoding with a cache; if the
+            collection "cache" is mutable without it, the cache of all positions is filled.
           hidden: returns any tower's normalized outputs, from which `logits_of` computes logits.
         """
         config = self.config
@@ -177,7 +178,8 @@ class Tower(nn.Module):
             shared = position_bias(config, self.dtype, self.encoder)(length, position)
 
         x = dropout(embedder(tokens), deterministic=deterministic)
-        decoding = position is not None or isinstance(encoded, tuple)
+        # Each layer has a cache of its own.
+        decoding = self.is_mutable_collection("cache") or isinstance(encoded, tuple)
         if self._is_scanned and not decoding:
             assert not isinstance(encoded, tuple)  # which is what decoding reads
             arrays = (mask, shared, padding_mask, encoded, encoded_mask)

@@ -31,6 +31,7 @@ from t0repro.config.run import InferRun
 from t0repro.converters.model_files import check_configured
 from t0repro.converters.tensors import CheckpointRef
 from t0repro.data.eval_examples import eval_examples
+from t0repro.data.train_data import make_seqio_converter
 from t0repro.data.vocabulary_checks import check_own_tokenizer
 from t0repro.errors import UserError
 from t0repro.evaluation.evaluator import model_features
@@ -80,6 +81,14 @@ def infer(plan: InferRun, describe: Callable[[], None] = lambda: None) -> list[P
     ref = _chosen(plan) if is_there(plan.restore) else None
     files = []
     tasks = tasks_with_split(name, plan.data.split)
+    for task in tasks:
+        # Tasks that give the model's features need not have it.
+        if plan.mode != "score" and "targets" not in task.output_features:
+            raise UserError(
+                f"The task {task.name} has no feature targets, whose vocabulary decodes outputs.",
+                where="its output_features",
+                fix="Declare seqio.Feature(..., required=False) under this name.",
+            )
     others = len(find_tasks(name)) - len(tasks)
     if others:
         left_out = counted(others, "task")
@@ -216,14 +225,15 @@ class _TaskJob:
         if isinstance(self._task, DescribedTask):
             own = self._described(self._plan.shard_id, self._plan.num_shards)
             examples = itertools.islice(own, skip, None)
-            return ((each, model_features(each, self._lengths())) for each in examples)
+            lengths, converter = self._lengths(), self._plan.data.converter
+            return ((each, model_features(each, lengths, converter)) for each in examples)
         import seqio
         import tensorflow as tf
 
         shard = seqio.ShardInfo(self._plan.shard_id, self._plan.num_shards)
         dataset, lengths = self._dataset(shard), self._lengths()
         # Not packed, because each example gets a line of its own.
-        converted = seqio.EncDecFeatureConverter(pack=False)(dataset, lengths)
+        converted = make_seqio_converter(self._plan.data.converter)(dataset, lengths)
         # The seed makes every pass and every process see the same examples, so skipping is exact.
         pairs: Any = tf.data.Dataset.zip((dataset, converted)).skip(skip).as_numpy_iterator()
         return pairs
@@ -269,8 +279,8 @@ class _TaskJob:
     def _write_chunk(self, number: int, chunk: Sequence[Any], checkpoint: Checkpoint) -> None:
         plan = self._plan
         # A seed per chunk: it samples the same whether or not the run was interrupted before.
-        model, size = generating_model(plan, checkpoint.model), plan.data.batch_size
-        functions = make_functions(model, checkpoint.params, plan.decoding, size, seed=number)
+        model = generating_model(plan, checkpoint.model)
+        functions = make_functions(model, checkpoint.params, plan.decoding, plan.data, seed=number)
         converted = list(enumerate(example for _, example in chunk))
         aux: Mapping[str, Sequence[Any]] = {}
         if plan.mode == "score":
@@ -279,7 +289,7 @@ class _TaskJob:
             outputs = functions.predict(converted)
         else:
             outputs, aux = functions.predict_with_aux(converted)
-        vocabulary = self._task.output_features["targets"].vocabulary
+        vocabulary = plan.mode != "score" and self._task.output_features["targets"].vocabulary
         lines = []
         for (index, output), (example, _) in zip(outputs, chunk, strict=True):
             values = {name: column[index] for name, column in aux.items()}
@@ -337,7 +347,7 @@ def _line(
     aux: Mapping[str, Any],
     vocabulary: Any,
 ) -> dict[str, Any]:
-    """The fields that T5X writes for an example."""
+    """The fields that T5X writes for an example; the vocabulary decodes outputs."""
     line: dict[str, Any] = {
         "inputs": {
             name: _plain(value) for name, value in example.items() if _is_written(name, plan)

@@ -35,7 +35,7 @@ from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.rank_run import RankRun, ScoredChunk
 from t0repro.evaluation.reading import CHUNKS_IN_BUFFER, TaskReader, read_buffers
 from t0repro.evaluation.score_journal import ScoreJournal, roundings
-from t0repro.evaluation.selection import Selection, check_model, select_tasks
+from t0repro.evaluation.selection import Selection, check_vocabulary, select_tasks
 from t0repro.evaluation.task_output import TaskOutput, TaskResult
 from t0repro.progress import say
 from t0repro.storage import output_path, write_atomically
@@ -132,7 +132,7 @@ def rank_eval(
     )
     if selected.left_out:
         say(f"Left out: {reasons_in_words(selected.left_out)}.")
-    vocabulary = check_model(selected, checkpoint)
+    vocabulary = check_vocabulary(selected.names, checkpoint)
     # Do this before writing, so that two evaluations cannot mix their results.
     claim_step(out, checkpoint, mixture, settings, add_step=add_step, force=force)
     metrics = MetricLog(out, writers=[event_writer(out)])

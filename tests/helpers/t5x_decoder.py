@@ -62,3 +62,34 @@ def logits_by_hand(params, batch, bidirectional):
         hidden = gelu(normed @ mlp["wi_0"]["kernel"]) * (normed @ mlp["wi_1"]["kernel"])
         x = x + hidden @ mlp["wo"]["kernel"]
     return norm(x, params["decoder_norm"]["scale"]) @ table.T / np.sqrt(8)
+
+
+def continue_by_hand(params, inputs, length, bidirectional, eos=1):
+    """The likeliest token after the inputs and so on, to EOS or the length, without a cache."""
+    tokens = [int(token) for token in inputs]
+    while len(tokens) < length and (len(tokens) == len(inputs) or tokens[-1] != eos):
+        # The tokens so far and the one to be found, of which the mask reads only that it is there.
+        batch = {
+            "decoder_input_tokens": np.array([[0, *tokens]]),
+            "decoder_target_tokens": np.ones((1, len(tokens) + 1), int),
+            "decoder_causal_attention": (np.arange(len(tokens) + 1) <= len(inputs))[None],
+        }
+        tokens.append(int(logits_by_hand(params, batch, bidirectional)[0, -1].argmax()))
+    return tokens[len(inputs) :]
+
+
+def score_by_hand(params, examples, bidirectional):
+    """T5X's DecoderOnlyModel.score_batch of what seqio.DecoderFeatureConverter makes, float64."""
+    length = max(len(each["inputs"]) + len(each["targets"]) for each in examples)
+    names = ("target_tokens", "input_tokens", "causal_attention", "loss_weights")
+    batch = {f"decoder_{name}": np.zeros((len(examples), length), np.int32) for name in names}
+    for row, example in enumerate(examples):
+        text, inputs = [*example["inputs"], *example["targets"]], len(example["inputs"])
+        batch["decoder_target_tokens"][row, : len(text)] = text
+        batch["decoder_input_tokens"][row, 1 : len(text)] = text[:-1]
+        batch["decoder_causal_attention"][row, : inputs + 1] = 1
+        batch["decoder_loss_weights"][row, inputs : len(text)] = 1
+    logits = logits_by_hand(params, batch, bidirectional)
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    scores = np.take_along_axis(log_p, batch["decoder_target_tokens"][..., None], -1)[..., 0]
+    return (scores * batch["decoder_loss_weights"]).sum(-1)

@@ -1,12 +1,12 @@
-"""Decodes real inputs with Mesh TensorFlow's own Bitransformer.decode.
+"""Decodes real inputs with Mesh TensorFlow's own Bitransformer.decode, or as its infer mode an lm.
 
 A script for a process of its own: python run_mesh_decode.py '{"module": ..., "task": ..., ...}'
 
 The job names a `module` to import and a `task` of it, how many `inputs` to take, the `bindings` of
-the model, a list of `runs` (arguments of Bitransformer.decode), the `batch_size`, whether the
-variables are rounded to float16 (`half`), and `out`, which gets `inputs` [inputs, length],
-`variables/<name>`, `outputs/<run>` [inputs, length], cleaned, and `scores/<run>` [inputs, beams] of
-a beam search.
+the model and its `model_type`, if that is lm, a list of `runs` (arguments of Bitransformer.decode;
+for an lm, the `targets` that there is room for), the `batch_size`, whether the variables are
+rounded to float16 (`half`), and `out`, which gets `inputs` [inputs, length], `variables/<name>`,
+`outputs/<run>` [inputs, length], cleaned, and `scores/<run>` [inputs, beams] of a beam search.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def main() -> None:
     gin.parse_config(job["bindings"])
     results = {"inputs": inputs}
     if job.get("half"):
-        results |= halved(decode(inputs, vocab_size, job["runs"][0], job["batch_size"], {}, 0))
+        results |= halved(decode(job, inputs, vocab_size, job["runs"][0], {}, 0))
     for number, options in enumerate(job["runs"]):
         variables = {k: x for k, x in results.items() if k.startswith("variables/")}
-        results |= decode(inputs, vocab_size, options, job["batch_size"], variables, number)
+        results |= decode(job, inputs, vocab_size, options, variables, number)
     np.savez(job["out"], **results)
 
 
@@ -67,6 +67,8 @@ def loud(name: str, value):
     value = value * 2.5
     if name == "decoder/logits/kernel":
         value[:, 1] *= 4.0
+    elif name == "transformer/embedding":  # of which an lm's logits are made
+        value[1] *= 4.0
     return value
 
 
@@ -81,17 +83,18 @@ def halved(results: dict) -> dict:
     }
 
 
-def decode(inputs, vocab_size, options, batch_size, variables, number) -> dict:
+def decode(job, inputs, vocab_size, options, variables, number) -> dict:
     """The outputs of one run; the variables too, where they are not given."""
     import mesh_tensorflow as mtf
     import mesh_tensorflow.transformer.utils as utils
     import numpy as np
     import tensorflow.compat.v1 as tf
 
+    kind, batch_size = job.get("model_type", "bitransformer"), job["batch_size"]
     with tf.Graph().as_default():
         tf.set_random_seed(0)
         model = utils.build_model(
-            "bitransformer", vocab_size, vocab_size, mtf.convert_to_layout_rules([]), mtf.Shape([])
+            kind, vocab_size, vocab_size, mtf.convert_to_layout_rules([]), mtf.Shape([])
         )
         graph = mtf.Graph()
         mesh = mtf.Mesh(graph, "mesh")
@@ -101,7 +104,15 @@ def decode(inputs, vocab_size, options, batch_size, variables, number) -> dict:
         placeholder = tf.placeholder(tf.int32, shape.to_integer_list)
         source = mtf.import_fully_replicated(mesh, placeholder, shape, name="inputs")
         with noting_scores() as scores:
-            outputs = model.decode(source, variable_dtype=utils.get_variable_dtype(), **options)
+            dtype = utils.get_variable_dtype()
+            if kind == "lm":
+                # As utils.tpu_estimator_model_fn does in mode infer.
+                source = mtf.pad(source, [0, options["targets"]], "length")
+                outputs = model.sample_autoregressive(
+                    source, variable_dtype=dtype, remove_partial_sequences=True
+                )
+            else:
+                outputs = model.decode(source, variable_dtype=dtype, **options)
         outputs = {"outputs": outputs} | ({"scores": scores[0]} if scores else {})
         outputs = {name: mtf.anonymize(x) for name, x in outputs.items()}
         implementation = mtf.placement_mesh_impl.PlacementMeshImpl(mtf.Shape([]), [], [""])

@@ -143,5 +143,5 @@ def test_eval_generates_by_the_users_model(extension, tmp_path):
     assert plan.user_model == UserClass("my_extension", "RobustModel", {"q": 0.7})
     assert "user_model" in plan.decisive()
     model = generating_model(plan, T5(plan.model, plan.dtypes))
-    functions = make_functions(model, tiny.new_state().params, plan.decoding, 4)
+    functions = make_functions(model, tiny.new_state().params, plan.decoding, plan.data)
     assert type(functions).__name__ == "UserModelFunctions" and model._q == 0.7

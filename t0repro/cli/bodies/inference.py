@@ -92,6 +92,8 @@ def _why_not_inferred_alone(plan: InferRun) -> str | None:
 def _why_not_model(plan: InferenceRun) -> str | None:
     if plan.user_model is not None:
         return "the model is a class of yours"
+    if plan.data.converter == "pass_through":
+        return "tasks give the model's features"
     vocabularies = (plan.input_vocabulary, plan.output_vocabulary)
     if not all(isinstance(each, PIECES_OR_BYTES) for each in vocabularies):
         return "a vocabulary of the model is neither of pieces nor of bytes"

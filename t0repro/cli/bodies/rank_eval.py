@@ -35,7 +35,7 @@ from t0repro.evaluation.opened import (
     open_adapter_at,
     open_checkpoint,
 )
-from t0repro.evaluation.selection import check_model, select_tasks, why_not_alone
+from t0repro.evaluation.selection import check_vocabulary, select_tasks, why_not_alone
 from t0repro.lm_eval.files import export_results
 from t0repro.partitioning.processes import (
     broadcast_from_first,
@@ -275,7 +275,7 @@ def _check(
     if NO_CHECKPOINT_YET in os.environ:
         return
     for checkpoint in checkpoints:
-        check_model(selected, checkpoint())
+        check_vocabulary(selected.names, checkpoint())
     whose = "the checkpoint's" if len(checkpoints) == 1 else f"{len(checkpoints)} checkpoints'"
     typer.echo(f"{whose} names, shapes and vocabulary fit")
 

@@ -14,7 +14,7 @@ from t0repro.config.t5x.calls import Call, T5xSource, check_refused
 from t0repro.config.t5x.gin_files import Parsed
 from t0repro.config.t5x.layout import read_layout
 from t0repro.config.t5x.model import (
-    check_generates,
+    read_converter,
     read_decoding,
     read_dtypes,
     read_model,
@@ -68,6 +68,13 @@ def read_infer_run(parsed: Parsed) -> InferRun:
     common = _read_parts(program, source, data)
     plan = read(InferRun, source, source.places, "", files=files, **common)
     check_settings(plan, plan.provenance)
+    lacks_inputs = plan.data.converter == "decoder" and "inputs" not in data["task_feature_lengths"]
+    if lacks_inputs and (plan.mode != "score" or plan.model.input_full_attention):
+        data.refuse(
+            "task_feature_lengths",
+            "without a length for inputs, examples are targets alone.",
+            "Give a length for inputs in TASK_FEATURE_LENGTHS.",
+        )
     return plan
 
 
@@ -96,7 +103,6 @@ def _check_infer(program: Call) -> None:
 def _read_parts(program: Call, source: T5xSource, data: Call | None = None) -> dict[str, Any]:
     """The parts that evaluation and inference share."""
     model: Call = program["model"]
-    check_generates(model, program.places.get("model"))
     restore_call: Call = program["restore_checkpoint_cfg"]
     examples: Call = data or program["dataset_cfg"]
     if examples["pack"]:
@@ -112,12 +118,13 @@ def _read_parts(program: Call, source: T5xSource, data: Call | None = None) -> d
             " that trains an adapter, bind its folder as the path, and no adapter.",
         )
     inputs, outputs = read_vocabularies(model, source)
+    read_data = source.build(examples, "data.")
     return {
         "model": read_model(model, source),
         "user_model": model.user_class,
         # No parameters are saved, so no dtype is given.
         "dtypes": read_dtypes(model, source, None),
-        "data": source.build(examples, "data."),
+        "data": dataclasses.replace(read_data, converter=read_converter(model)),
         "restore": restore,
         "decoding": read_decoding(model, source, "decoding."),
         "input_vocabulary": inputs,

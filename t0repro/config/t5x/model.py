@@ -18,7 +18,7 @@ from t0repro.config.model import (
 from t0repro.config.settings import read
 from t0repro.config.t5x.arguments import DECODER_ONLY, PASS_THROUGH
 from t0repro.config.t5x.calls import Call, T5xSource, call_with_defaults
-from t0repro.errors import UserError, nearest_names
+from t0repro.errors import nearest_names
 
 # T5X looks an activation up in flax.linen by name; `linear` is its own.
 _ACTIVATIONS = frozenset(typing.get_args(Activation)) - {"gelu_exact"}
@@ -103,32 +103,6 @@ def read_converter(model: Call) -> Converter:
     return "decoder" if is_decoder_only else "encoder_decoder"
 
 
-def check_generates(model: Call, where: str | None) -> None:
-    """Refuses to generate with a model that only trains here.
-
-    Args:
-      model: The model's call.
-      where: The place that asks for outputs.
-
-    Raises:
-      UserError: If the model has no encoder, or reads features as they are.
-    """
-    if model.configurable == DECODER_ONLY:
-        raise UserError(
-            "t0repro trains models.DecoderOnlyModel and does not generate with it.",
-            where=where,
-            fix="In training, bind train.infer_eval_dataset_cfg = None. `t0repro rank-eval` ranks"
-            " answers with such a model.",
-        )
-    if read_converter(model) == "pass_through":
-        model.refuse(
-            "feature_converter_cls",
-            "outputs are generated from examples' inputs, which this converter does not make.",
-            "Evaluate and infer without this binding; in training, bind"
-            " train.infer_eval_dataset_cfg = None.",
-        )
-
-
 def read_vocabularies(model: Call, source: T5xSource) -> tuple[Any, Any]:
     """A model's vocabularies of inputs and of outputs.
 
@@ -189,14 +163,18 @@ def _denominator(model: Call) -> float | LossDenominator | None:
 
 
 def read_decoding(model: Call, source: T5xSource, prefix: str) -> DecodingPlan:
-    """The decoding options in a model's call; T5X's default is a beam search.
+    """The decoding options in a model's call.
+
+    T5X's default is a beam search or, without an encoder, sampling.
 
     Raises:
       UserError: For an option that is not supported here, with its place.
     """
     function = model["decode_fn"]
     if function is None:
-        function = call_with_defaults("decoding.beam_search")
+        samples = model.configurable == DECODER_ONLY
+        name = "temperature_sample" if samples else "beam_search"
+        function = call_with_defaults(f"decoding.{name}")
     if not isinstance(function, Call) or not function.configurable.startswith("decoding."):
         model.refuse(
             "decode_fn",
@@ -210,8 +188,9 @@ def read_decoding(model: Call, source: T5xSource, prefix: str) -> DecodingPlan:
     set_by = {key: (function, key) for key in function.arguments}
     options = dict(function.arguments)
     for call, argument in ((model, "default_decoder_params"), (predict, "decoder_params")):
-        set_by |= dict.fromkeys(call[argument] or {}, (call, argument))
-        options |= call[argument] or {}
+        given = call.arguments.get(argument) or {}
+        set_by |= dict.fromkeys(given, (call, argument))
+        options |= given
     options.pop("num_decodes", None)
     # T5X takes the lower of the two, so one number is enough.
     limit, steps = options.pop("max_decode_steps_hard_limit", None), options.get("max_decode_steps")

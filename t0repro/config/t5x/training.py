@@ -24,7 +24,6 @@ from t0repro.config.t5x.calls import Call, T5xSource, call_with_defaults, check_
 from t0repro.config.t5x.gin_files import Parsed
 from t0repro.config.t5x.layout import read_layout
 from t0repro.config.t5x.model import (
-    check_generates,
     read_converter,
     read_decoding,
     read_dtypes,
@@ -104,8 +103,6 @@ def _check_program(program: Call) -> None:
             "infer_eval_dataset_cfg asks for an evaluation, which needs an evaluator.",
             "Bind @seqio.Evaluator, or train.infer_eval_dataset_cfg = None.",
         )
-    if program["infer_eval_dataset_cfg"] is not None:
-        check_generates(program["model"], program.places.get("infer_eval_dataset_cfg"))
     for mode in program["actions"] or {}:
         if mode not in _ACTION_MODES:
             words = ", ".join(map(repr, _ACTION_MODES))
@@ -161,7 +158,7 @@ def _read_plan(program: Call, source: T5xSource) -> TrainingPlan:
     decodes = program["infer_eval_dataset_cfg"] is not None or "model" in user_classes
     converter = read_converter(program["model"])
     parts = {}
-    for part in ("train_data", "train_eval_data"):
+    for part in ("train_data", "train_eval_data", "infer_eval_data"):
         call = program[f"{part.removesuffix('_data')}_dataset_cfg"]
         data = source.build(call, f"plan.{part}.")
         parts[part] = data and dataclasses.replace(data, converter=converter)

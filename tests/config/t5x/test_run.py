@@ -548,6 +548,29 @@ def test_t5xs_decoder_only_model_is_a_language_model(tmp_path):
     assert ours.model.input_full_attention and ours.plan.train_data.converter == "pass_through"
 
 
+def test_it_samples_outputs_of_inputs_and_targets_unless_told_otherwise(tmp_path):
+    lines = [
+        "from t5x import utils",
+        "from t5x import decoding",
+        "train_script.train.infer_eval_dataset_cfg = @infer_eval/utils.DatasetConfig()",
+        "train_script.train.inference_evaluator_cls = @seqio.Evaluator",
+        "infer_eval/utils.DatasetConfig.mixture_or_task_name = 'a_task'",
+        "infer_eval/utils.DatasetConfig.task_feature_lengths = None",
+        "infer_eval/utils.DatasetConfig.split = 'test'",
+        "infer_eval/utils.DatasetConfig.batch_size = 4",
+        "infer_eval/utils.DatasetConfig.shuffle = False",
+        "infer_eval/utils.DatasetConfig.seed = 0",
+        "models.DecoderOnlyModel.predict_batch_with_aux.num_decodes = 3",
+    ]
+    plan = decoder_only_config(tmp_path, *lines).plan
+    assert plan.infer_eval_data.converter == "decoder"
+    assert (plan.decoding.method, plan.decoding.num_decodes) == ("temperature_sample", 3)
+    searches = "models.DecoderOnlyModel.decode_fn = @decoding.beam_search"
+    assert decoder_only_config(tmp_path, *lines, searches).plan.decoding.method == "beam_search"
+    passed = decoder_only_config(tmp_path, *lines, PASSED_THROUGH).plan
+    assert passed.infer_eval_data.converter == "pass_through"
+
+
 def test_neither_its_inputs_nor_what_is_passed_through_has_words_in_mesh_tensorflows_dialect(
     tmp_path,
 ):
@@ -569,20 +592,6 @@ def test_an_encoder_decoders_features_may_be_passed_through(tmp_path):
 @pytest.mark.parametrize(
     ("bindings", "why"),
     [
-        (
-            [
-                "from t5x import utils",
-                "train_script.train.infer_eval_dataset_cfg = @infer_eval/utils.DatasetConfig()",
-                "train_script.train.inference_evaluator_cls = @seqio.Evaluator",
-                "infer_eval/utils.DatasetConfig.mixture_or_task_name = 'a_task'",
-                "infer_eval/utils.DatasetConfig.task_feature_lengths = None",
-                "infer_eval/utils.DatasetConfig.split = 'test'",
-                "infer_eval/utils.DatasetConfig.batch_size = 4",
-                "infer_eval/utils.DatasetConfig.shuffle = False",
-                "infer_eval/utils.DatasetConfig.seed = 0",
-            ],
-            "does not generate with it",
-        ),
         (
             [
                 "from t5x import utils",
