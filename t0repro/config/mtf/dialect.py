@@ -147,9 +147,8 @@ def _check_supported(arguments: Arguments) -> None:
         raise export_refusal(mode, arguments.place("mode"))
     if model_type != "bitransformer" and mode not in ("train", "perplexity_eval"):
         arguments.refuse(
-            f"mode {mode!r} of a model without an encoder: it trains such a model and measures"
-            " its perplexity, but cannot continue a partial sequence, as decoding has to, or"
-            " score one",
+            f"mode {mode!r} of a model without an encoder, which it trains and measures by"
+            " perplexity; `t0repro rank-eval` ranks and generates with its checkpoints",
             "mode",
         )
     for refusal in scoped_calls(arguments.bindings, model_type):
