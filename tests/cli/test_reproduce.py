@@ -194,3 +194,14 @@ def test_a_released_checkpoint_without_a_known_vocabulary_is_refused_before_it_i
     with pytest.raises(UserError, match="T0REPRO_VOCAB"):
         run(Asked(llama, None, (), None), tmp_path / "out", devices=None, yes=True, dry_run=True)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_memory_of_the_process_that_started_it_does_not_count():
+    child = "from t0repro.runs.reproduction import peak_memory; print(peak_memory())"
+    parent = (
+        "import subprocess, sys; held = b'1' * (1 << 30);"
+        f" subprocess.run([sys.executable, '-P', '-c', {child!r}], check=True)"
+    )
+    command = [sys.executable, "-P", "-c", parent]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert 1e8 < int(printed) < 0.9e9
