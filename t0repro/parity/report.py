@@ -193,7 +193,9 @@ def error_plot(findings: Sequence[Finding], label: str) -> str:
             axes.axvline(tolerance, color=ROLES["chance"], **style)
         axes.set_xscale("log")
         # Bars end at 1e3, where NaN and infinity are drawn too.
-        axes.set_xlim(_SMALLEST, max(1e-4, *(min(f.error * 2, 2e3) for f in shown if f.error > 0)))
+        axes.set_xlim(
+            _SMALLEST, max([1e-4, *(min(f.error * 2, 2e3) for f in shown if f.error > 0)])
+        )
         if drawing.narrow:
             axes.set_yticks([])
         else:

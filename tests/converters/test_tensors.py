@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from t0repro.converters.tensors import StoredTensor, cast_parameters
+from t0repro.converters.tensors import StoredTensor, cast_parameters, compare_shapes
 
 
 def test_a_stored_tensor_is_read_each_time_and_given_in_the_type_asked_for():
@@ -28,3 +28,8 @@ def test_parameters_alone_are_cast():
         "state/param_states/kernel/v": "float32",
         "state/step": "int64",
     }
+
+
+def test_shapes_that_differ_are_described_by_name():
+    found = compare_shapes({"b": (1, 2), "c": (4,)}, {"a": (3,), "b": (2, 1), "c": (4,)})
+    assert found == [("a", "none", "of shape [3]"), ("b", "of shape [1, 2]", "of shape [2, 1]")]

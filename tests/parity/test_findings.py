@@ -1,10 +1,13 @@
 """What `t0repro parity` makes of two stacks' results: these are made by hand."""
 
 import dataclasses
+import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from t0repro.config.mtf.parser import MeshInputs
 from t0repro.parity import report, run
 from t0repro.parity.jax_run import StackResult
 
@@ -124,3 +127,38 @@ def test_a_kinds_row_names_what_exceeds_its_own_tolerance_most():
     losses = [finding for finding in findings if finding.kind == "loss"]
     row = report._summary("loss", losses)
     assert row[:3] == ("loss", "3", "step 1") and row[4:] == ("1e-05", "1")
+
+
+def test_a_report_has_both_curves_a_bar_for_each_tensor_its_bound_and_the_sources(tmp_path):
+    ours = larger_tensor("gradients", lambda a: 2 * a)
+    inputs = MeshInputs("", ["dataset.gin"], ["run.train_steps = 25"], module_imports=[])
+    job = SimpleNamespace(inputs=inputs, task=None, out=tmp_path)
+    written = report.write_report(compared(ours), job)
+    assert {path.name for path in written} == {"parity.json", "parity.md", "parity.html"}
+
+    found = json.loads((tmp_path / "parity.json").read_text())
+    assert found["first_departure"] == {"kind": "gradient", "name": "kernel"}
+    assert found["losses"]["jax"] == found["losses"]["mesh_tensorflow"] == REFERENCE.losses.tolist()
+    assert {f["measure"] for f in found["findings"]} == {
+        "the tensor's RMS", "the tensor's RMS or the entry", "the value itself", "one target token",
+    }  # fmt: skip
+
+    html = (tmp_path / "parity.html").read_text()
+    loss, *errors = html.split("<svg")[1::2]  # each plot for wide screens, then for narrow ones
+    assert "Mesh TensorFlow" in loss and "JAX" in loss
+    of_kinds = {"encoder: 0", "kernel: 1.00e+00", "target/kernel: 0"}
+    assert len(errors) == 4 and of_kinds == {
+        tip for tip in of_kinds for plot in errors if f'data-tip="{tip}' in plot
+    }
+    text = (tmp_path / "parity.md").read_text()
+    assert "gin files: dataset.gin." in text and "run.train_steps = 25" in text
+
+
+@pytest.mark.parametrize("factor", [2, float("nan")])
+def test_a_bar_that_departs_and_the_bounds_line_have_a_color_of_their_own(factor):
+    found = compared(larger_tensor("gradients", lambda a: factor * a)).findings
+    plots = {f.kind: report.error_plot([f], f.kind) for f in found if f.kind in report.TITLES}
+    bars = {kind: plot.count("fill: var(--chance)") for kind, plot in plots.items()}
+    assert bars == {"activation": 0, "gradient": 2, "first step": 0, "last step": 0}
+    bounds = {kind: plot.count("stroke: var(--chance)") for kind, plot in plots.items()}
+    assert bounds == {"activation": 2, "gradient": 2, "first step": 2, "last step": 0}
