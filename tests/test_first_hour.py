@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from t0repro.config.t5x.inference import read_eval_run
+from t0repro.config.t5x.run import read_eval_run
 from t0repro.converters.convert import convert
 
 from .converters.released_servers import Handler, Server

@@ -25,7 +25,7 @@ import numpy as np
 
 from t0repro.config.run import TrainRun
 from t0repro.config.t5x import gin_files
-from t0repro.config.t5x.training import read_train_run
+from t0repro.config.t5x.run import read_train_run
 from t0repro.converters.restoring import open_start
 from t0repro.data.choice_batches import Choices, make_choice_batch, read_choices
 from t0repro.evaluation.engine import score_examples

@@ -19,7 +19,7 @@ import jax
 from t0repro.config.model import Recompute
 from t0repro.config.run import TrainRun
 from t0repro.config.t5x import gin_files
-from t0repro.config.t5x.training import read_train_run
+from t0repro.config.t5x.run import read_train_run
 from t0repro.model.t5 import T5
 from t0repro.partitioning.devices import choose
 from t0repro.training.optimizers import make_optimizer

@@ -32,8 +32,7 @@ from t0repro.config.gin.imports import list_imports
 from t0repro.config.run import Run, TrainRun
 from t0repro.config.t5x.gin_files import Parsed, T5xInputs, parse
 from t0repro.config.t5x.layout import list_differences
-from t0repro.config.t5x.run import read_run
-from t0repro.config.t5x.training import read_train_run
+from t0repro.config.t5x.run import read_run, read_train_run
 from t0repro.config.table import align_columns, render
 from t0repro.config.translation import translate
 from t0repro.errors import UserError

@@ -20,7 +20,7 @@ from t0repro.cli.t5x_options import T5xOptions, gin_inputs, parse_files
 from t0repro.config.gin.errors import configuration_errors
 from t0repro.config.run import TrainRun
 from t0repro.config.t5x.gin_files import Parsed, T5xInputs
-from t0repro.config.t5x.training import read_precompile_run, read_train_run
+from t0repro.config.t5x.run import read_precompile_run, read_train_run
 from t0repro.errors import UserError
 from t0repro.storage import check_address
 

@@ -18,7 +18,7 @@ from t0repro.cloud.auxiliary_options import AuxiliaryOptions
 from t0repro.cloud.launchers.machines import find_machine
 from t0repro.cloud.trackers.table import check_trackers
 from t0repro.cloud.vertex.command_line import JobMode
-from t0repro.config.t5x.training import read_train_run
+from t0repro.config.t5x.run import read_train_run
 from t0repro.errors import UserError
 from t0repro.storage import check_folder
 

@@ -20,8 +20,8 @@ import inspect
 import math
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 from t0repro.errors import UserError
 from t0repro.words import printable
@@ -30,7 +30,6 @@ Dialect = Literal["mtf", "t5x"]
 UNSET: Any = object()
 """No value: a required argument's default, or a dialect that can bind any value."""
 
-_Kind = TypeVar("_Kind")
 _Class = TypeVar("_Class", bound=type)
 
 
@@ -218,65 +217,6 @@ def _annotation(kind: Any, field: str, sort: Any) -> Any:
 def range_of(kind: Any, field: str) -> Range | Mapping[str, Range] | None:
     """The range of a field or of an argument; for a mapping of arguments, one range for each."""
     return _annotation(kind, field, Range | Mapping)
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """An argument of a run.
-
-    Attributes:
-      name: Its name as the user's files write it.
-      value: Its value, references resolved.
-      place: The file and line that set it, or a note that it has its default.
-    """
-
-    name: str
-    value: Any
-    place: str | None
-
-
-class Source(Protocol):
-    """The arguments of a run in one dialect."""
-
-    dialect: ClassVar[Dialect]
-
-    def find(self, name: str) -> Setting | None:
-        """An argument by its full name; None if the run does not call its configurable."""
-
-    def build(self, value: Any, prefix: str) -> Any:
-        """A field's value of what gin gives: parts of a run in place of calls."""
-
-
-def read(
-    kind: type[_Kind], source: Source, places: MutableMapping[str, str], prefix: str, **given: Any
-) -> _Kind:
-    """A part of a run, each field as its argument sets it.
-
-    Args:
-      kind: The part's dataclass.
-      source: The run's arguments.
-      places: Dotted field -> where its value was set; filled in.
-      prefix: Prefix of the part's dotted fields.
-      **given: The values of fields that rules give.
-
-    Raises:
-      UserError: For a value of another type or outside its range, with its place.
-    """
-    values = given
-    for field, argument in arguments_of(kind, source.dialect).items():
-        setting = source.find(argument.name)
-        if setting is None:
-            continue
-        if setting.place:
-            places.setdefault(f"{prefix}{field}", setting.place)
-        if field in given:
-            continue
-        value = source.build(setting.value, f"{prefix}{field}.")
-        if argument.read is not None:
-            value = argument.read(value)
-        check_field(kind, field, value, setting.place, shown=setting.name)
-        values = {**values, field: value}
-    return kind(**{**fixed_values(kind, source.dialect), **values})
 
 
 def check_settings(value: Any, provenance: Mapping[str, str], prefix: str = "") -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from t0repro.config.t5x.training import read_train_run
+from t0repro.config.t5x.run import read_train_run
 from t0repro.converters import convert
 
 from ..runs.tiny_gin import MODEL, SIZES, parsed, save_checkpoint

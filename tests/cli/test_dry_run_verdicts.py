@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from t0repro.config.t5x.inference import read_eval_run
+from t0repro.config.t5x.run import read_eval_run
 
 from ..helpers import commands
 from ..runs.tiny_gin import MODEL, SIZES, parsed, save_checkpoint

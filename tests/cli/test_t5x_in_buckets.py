@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from t0repro import storage
-from t0repro.config.t5x.inference import read_eval_run
+from t0repro.config.t5x.run import read_eval_run
 from t0repro.storage import working_copies
 from t0repro.training.checkpoints import load_tree
 

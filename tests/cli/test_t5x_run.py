@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from t0repro.adapters import ia3
-from t0repro.config.t5x.inference import read_eval_run
+from t0repro.config.t5x.run import read_eval_run
 from t0repro.storage import lock_folder
 from t0repro.tasks.demo.datasets import VOCABULARY
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from t0repro.config.t5x.inference import read_eval_run
+from t0repro.config.t5x.run import read_eval_run
 from t0repro.converters.convert import convert
 from t0repro.evaluation.opened import open_checkpoint
 from t0repro.tasks.demo.datasets import VOCABULARY

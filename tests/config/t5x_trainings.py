@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from t0repro.config.run import TrainRun
-from t0repro.config.t5x import gin_files, training
+from t0repro.config.t5x import gin_files, run
 
 MODEL = "t5x/examples/t5/t5_1_1/small.gin"
 PRETRAIN, FINETUNE = "t5x/configs/runs/pretrain.gin", "t5x/configs/runs/finetune.gin"
@@ -21,7 +21,7 @@ REQUIRED = (
 def config(*bindings: str, files=(MODEL, PRETRAIN)) -> TrainRun:
     """The TrainRun of these files, with these bindings after the required ones."""
     inputs = gin_files.T5xInputs("train", tuple(files), (*REQUIRED, *bindings))
-    return training.read_train_run(gin_files.parse(inputs))
+    return run.read_train_run(gin_files.parse(inputs))
 
 
 # A small model of T5X's decoder-only network and the run that trains it.

@@ -6,7 +6,7 @@ import pytest
 
 import tests.helpers.tiny_models as tiny
 from t0repro.config.model import Arithmetic
-from t0repro.config.t5x import gin_files, training
+from t0repro.config.t5x import gin_files, run
 from t0repro.config.translation import translate
 from t0repro.tasks.demo.datasets import VOCABULARY
 
@@ -27,7 +27,7 @@ def written(folder, config, dialect):
 def read_as_t5x(path):
     parsed = gin_files.parse(gin_files.T5xInputs("train", (path,)))
     assert not parsed.warnings
-    return training.read_train_run(parsed)
+    return run.read_train_run(parsed)
 
 
 def test_t5xs_file_of_a_run_makes_the_same_run_again(tmp_path):

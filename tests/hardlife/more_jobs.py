@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from t0repro.config.t5x.gin_files import T5xInputs, parse
-from t0repro.config.t5x.inference import read_infer_run
+from t0repro.config.t5x.run import read_infer_run
 from t0repro.converters.sources import find_checkpoint, load_any
 from t0repro.errors import UserError
 

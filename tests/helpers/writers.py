@@ -266,7 +266,7 @@ EXAMPLES = [{"inputs_pretokenized": b"a question", "targets": np.arange(3)}] * 5
 
 def t5x_plan(mode: str, out: Path, *bindings: str) -> Any:
     """What T5X's run files of a mode say with a tiny model."""
-    from t0repro.config.t5x.inference import read_eval_run, read_infer_run
+    from t0repro.config.t5x.run import read_eval_run, read_infer_run
 
     make = {"eval": read_eval_run, "infer": read_infer_run}[mode]
     lengths = "TASK_FEATURE_LENGTHS = {'inputs': 8, 'targets': 8}"

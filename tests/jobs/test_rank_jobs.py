@@ -2,7 +2,7 @@
 
 import pytest
 
-from t0repro.config.t5x.inference import read_eval_run
+from t0repro.config.t5x.run import read_eval_run
 from t0repro.jobs.journal import read_status
 from t0repro.reports.history import read_history
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from t0repro.config.t5x.inference import read_eval_run
+from t0repro.config.t5x.run import read_eval_run
 from t0repro.jobs.commands import JobSettings
 from t0repro.jobs.controller import Controller, Policy
 from t0repro.jobs.journal import read_status

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from t0repro.config.t5x.inference import read_eval_run
+from t0repro.config.t5x.run import read_eval_run
 from t0repro.evaluation.outputs import read_task_scores
 
 from ..cli.test_t5x_run import EVAL_MACROS, TASK, macros, run

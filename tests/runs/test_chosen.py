@@ -7,7 +7,7 @@ import pytest
 
 from t0repro import storage
 from t0repro.config.checkpoints import RestoreConfig
-from t0repro.config.t5x.inference import read_eval_run
+from t0repro.config.t5x.run import read_eval_run
 from t0repro.converters.convert import convert
 from t0repro.converters.sources import find_checkpoint
 from t0repro.errors import UserError

@@ -10,9 +10,8 @@ import tensorflow as tf
 
 from t0repro.cli.bodies.training import start
 from t0repro.config.t5x.gin_files import T5xInputs, parse
-from t0repro.config.t5x.inference import read_eval_run, read_infer_run
-from t0repro.config.t5x.run import read_model_vocabularies
-from t0repro.config.t5x.training import read_train_run
+from t0repro.config.t5x.model import read_vocabularies
+from t0repro.config.t5x.run import read_eval_run, read_infer_run, read_train_run
 from t0repro.converters.sources import find_checkpoint
 from t0repro.errors import UserError
 from t0repro.evaluation.evaluator import model_features
@@ -256,7 +255,12 @@ def test_a_training_run_evaluates_loss_outputs_and_scores(model, passed, tmp_pat
     gin = tmp_path / "run.gin"
     gin.write_text("\n".join([model.gin.read_text(), *lines]))
     parsed = parse(T5xInputs("train", (str(gin),)))
-    start(parsed.gin_text, read_train_run(parsed), read_model_vocabularies(parsed), False)
+    start(
+        parsed.gin_text,
+        read_train_run(parsed),
+        read_vocabularies(parsed.program["model"], {}),
+        False,
+    )
     rows = rows_of(tmp_path / "run/metrics.jsonl")
     splits = {row["split"] for row in rows if row["step"] == 2}
     evaluated = {PASSED} if passed else {GENERATED, RANKED}

@@ -4,9 +4,8 @@ import shutil
 
 import pytest
 
-from t0repro.config.t5x.inference import read_eval_run, read_infer_run
-from t0repro.config.t5x.run import read_model_vocabularies
-from t0repro.config.t5x.training import read_train_run
+from t0repro.config.t5x.model import read_vocabularies
+from t0repro.config.t5x.run import read_eval_run, read_infer_run, read_train_run
 from t0repro.errors import UserError
 from t0repro.runs.batch_infer import infer
 from t0repro.runs.evaluate_checkpoints import evaluate_checkpoints
@@ -39,7 +38,7 @@ def described(*bindings):
 
 def said(*bindings):
     made, lines = described(*bindings), []
-    check_training(read_train_run(made), read_model_vocabularies(made), lines.append)
+    check_training(read_train_run(made), read_vocabularies(made.program["model"], {}), lines.append)
     return lines
 
 
@@ -124,5 +123,7 @@ def test_rows_that_are_not_cached_are_named_with_a_remedy_for_all_of_them():
 def test_a_training_without_the_dry_run_is_refused_by_the_same_checks(tmp_path, binding, message):
     run = described(f"MODEL_DIR = '{tmp_path / 'model'}'", binding)
     with pytest.raises(UserError, match=message):
-        check_training(read_train_run(run), read_model_vocabularies(run), lambda line: None)
+        check_training(
+            read_train_run(run), read_vocabularies(run.program["model"], {}), lambda line: None
+        )
     assert not (tmp_path / "model").exists()

@@ -6,8 +6,7 @@ import re
 import pytest
 
 from t0repro.config.choices import ChoiceLoss
-from t0repro.config.t5x.inference import read_eval_run, read_infer_run
-from t0repro.config.t5x.training import read_train_run
+from t0repro.config.t5x.run import read_eval_run, read_infer_run, read_train_run
 from t0repro.errors import UserError
 from t0repro.runs import preflight
 from t0repro.runs.checks import Check, Cost, run_checks

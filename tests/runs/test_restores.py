@@ -10,8 +10,7 @@ import seqio
 import tensorflow as tf
 
 from t0repro.config.t5x.gin_files import T5xInputs, parse
-from t0repro.config.t5x.inference import read_eval_run, read_infer_run
-from t0repro.config.t5x.training import read_train_run
+from t0repro.config.t5x.run import read_eval_run, read_infer_run, read_train_run
 from t0repro.converters import convert
 from t0repro.converters.restoring import open_start
 from t0repro.converters.sources import load_any

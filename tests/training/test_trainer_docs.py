@@ -14,9 +14,8 @@ import pytest
 from t0repro.cli.bodies.training import start
 from t0repro.config.run import UserClass
 from t0repro.config.t5x import gin_files
-from t0repro.config.t5x.inference import read_eval_run
-from t0repro.config.t5x.run import read_model_vocabularies
-from t0repro.config.t5x.training import read_train_run
+from t0repro.config.t5x.model import read_vocabularies
+from t0repro.config.t5x.run import read_eval_run, read_train_run
 from t0repro.errors import UserError
 from t0repro.evaluation.model_functions import make_functions
 from t0repro.model.t5 import T5
@@ -99,7 +98,12 @@ def test_a_ported_t5x_extension_trains_from_its_gin_file(extension, tmp_path, mo
         "predict_batch",
         lambda self, *args: generated.append(own(self, *args)) or generated[-1],
     )
-    start(parsed.gin_text, read_train_run(parsed), read_model_vocabularies(parsed), False)
+    start(
+        parsed.gin_text,
+        read_train_run(parsed),
+        read_vocabularies(parsed.program["model"], {}),
+        False,
+    )
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     trained = [row for row in rows if row["split"] == "train" and "loss" in row]
     assert [row["step"] for row in trained] == [2]

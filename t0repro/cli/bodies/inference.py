@@ -12,7 +12,7 @@ from t0repro.cli.t5x_options import T5xOptions, check_restored
 from t0repro.config.data import PIECES_OR_BYTES
 from t0repro.config.run import EvalRun, InferenceRun, InferRun
 from t0repro.config.t5x.gin_files import Parsed
-from t0repro.config.t5x.inference import read_eval_run, read_infer_run
+from t0repro.config.t5x.run import read_eval_run, read_infer_run
 from t0repro.data.eval_examples import why_evaluation_needs_seqio, why_reading_needs_seqio
 from t0repro.evaluation.evaluator import FOLDER
 from t0repro.partitioning.processes import enter_in_first, output_folder

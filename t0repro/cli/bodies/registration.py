@@ -12,7 +12,7 @@ from t0repro.cli.t5x_options import T5xOptions
 from t0repro.config.data import SeqioDataConfig
 from t0repro.config.run import TrainRun
 from t0repro.config.t5x.gin_files import Parsed
-from t0repro.config.t5x.run import read_model_vocabularies
+from t0repro.config.t5x.model import read_vocabularies
 from t0repro.data.checks import check_same_tasks
 from t0repro.data.seqio_need import why_training_needs_seqio
 from t0repro.errors import needs_reference_tier
@@ -68,7 +68,7 @@ def register(
 
 def register_for_training(parsed: Parsed, config: TrainRun, options: T5xOptions) -> tuple[Any, Any]:
     """Registers a training run's tasks; returns the records of its model's vocabularies."""
-    vocabularies, plan = read_model_vocabularies(parsed), config.plan
+    vocabularies, plan = read_vocabularies(parsed.program["model"], {}), config.plan
     register(
         parsed,
         options,

@@ -81,7 +81,7 @@ def _parse_t5x(arguments: Arguments) -> Any:
 
 
 def _read_t5x_training(arguments: Arguments) -> JobConfig:
-    from t0repro.config.t5x.training import read_precompile_run, read_train_run
+    from t0repro.config.t5x.run import read_precompile_run, read_train_run
 
     parsed = _parse_t5x(arguments)
     # precompile.gin describes the training run whose step it compiles.
@@ -101,7 +101,7 @@ def _read_t5x_training(arguments: Arguments) -> JobConfig:
 
 
 def _read_t5x_inference(arguments: Arguments) -> JobConfig:
-    from t0repro.config.t5x.inference import read_eval_run, read_infer_run
+    from t0repro.config.t5x.run import read_eval_run, read_infer_run
 
     parsed = _parse_t5x(arguments)
     plan = (read_eval_run if arguments.mode is JobMode.EVAL else read_infer_run)(parsed)

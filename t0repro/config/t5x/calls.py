@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from t0repro.config.checkpoints import BestCheckpoints, RestoreConfig, SaveConfig
 from t0repro.config.data import EvaluatorConfig, LoggerConfig, SeqioDataConfig
 from t0repro.config.gin import door
 from t0repro.config.gin.folders import shipped_files
 from t0repro.config.run import UserClass
-from t0repro.config.settings import Dialect, Setting, read
+from t0repro.config.settings import arguments_of, check_field, fixed_values
 from t0repro.config.t5x.arguments import (
     KIND_OF,
     ONLY_T5X,
@@ -21,6 +22,8 @@ from t0repro.config.t5x.arguments import (
     standard_name,
 )
 from t0repro.errors import UserError
+
+_Kind = TypeVar("_Kind")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -99,6 +102,52 @@ class Call:
                 if value is not None and place is not None:
                     call.places[argument] = strip_folder(place)
 
+    @functools.cached_property
+    def _by_name(self) -> dict[str, Call]:
+        """The call and those among its arguments, by their names in the tables of fields."""
+        calls: dict[str, Call] = {}
+        for each in self.walk():
+            # The first in the order of arguments: several have one name only in parts of a run.
+            calls.setdefault(standard_name(each.configurable), each)
+        return calls
+
+    def find(self, name: str) -> tuple[Call, str] | None:
+        """The call and the argument of a full name; None if nothing calls its configurable."""
+        configurable, _, argument = name.rpartition(".")
+        call = self._by_name.get(configurable)
+        return None if call is None or argument not in call.arguments else (call, argument)
+
+    def read(
+        self, kind: type[_Kind], places: dict[str, str], prefix: str = "", **given: Any
+    ) -> _Kind:
+        """A part of a run, each field as the argument that its annotation names sets it.
+
+        Args:
+          kind: The part's dataclass.
+          places: Dotted field -> where its value was set; what is read is added.
+          prefix: Prefix of the part's dotted fields.
+          **given: The values of fields that rules give.
+
+        Raises:
+          UserError: For a value of another type or outside its range, with its place.
+        """
+        values = fixed_values(kind, "t5x") | given
+        for field, declared in arguments_of(kind, "t5x").items():
+            if (found := self.find(declared.name)) is None:
+                continue
+            call, argument = found
+            place = call.places.get(argument)
+            if place:
+                places.setdefault(f"{prefix}{field}", place)
+            if field in given:
+                continue
+            value = build(call[argument], places, f"{prefix}{field}.")
+            if declared.read is not None:
+                value = declared.read(value)
+            check_field(kind, field, value, place, shown=f"{call.shown}.{argument}")
+            values[field] = value
+        return kind(**values)
+
 
 def call_with_defaults(configurable: str, **arguments: Any) -> Call:
     """A call that no gin file makes, with the defaults of the other arguments."""
@@ -129,71 +178,21 @@ def strip_folder(place: str) -> str:
     return place.replace(f"{shipped_files()}/", "")
 
 
-def is_standard(value: Any, argument: str) -> bool:
-    """Whether a value is T5X's own function or class for an argument."""
-    return isinstance(value, Call) and argument in STANDARD.get(value.configurable, ())
+def build(value: Any, places: dict[str, str], prefix: str) -> Any:
+    """Parts of a run in place of the calls in a value; for the rest see `Call.read`."""
+    if isinstance(value, Call):
+        rule, kind = _RULES.get(value.configurable), KIND_OF.get(value.configurable)
+        if rule is not None:
+            return rule(value, places, prefix)
+        return value if kind is None else value.read(kind, places, prefix)
+    if isinstance(value, Mapping):
+        return {key: build(item, places, prefix) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return tuple(build(item, places, prefix) for item in value)
+    return value
 
 
-def check_refused(program: Call) -> None:
-    """Refuses arguments of which only the default is accepted.
-
-    Raises:
-      UserError: For the first argument that is set, with its place.
-    """
-    for call in program.walk():
-        for argument, parameter in parameters_of(call.configurable).items():
-            value = call.arguments.get(argument)
-            # None and empty lists count as defaults that gin bound explicitly.
-            unset = value == parameter.default or value in (None, (), [])
-            if parameter.why and not unset and not is_standard(value, argument):
-                call.refuse(argument, parameter.why, parameter.fix)
-
-
-class T5xSource:
-    """The calls of a program, and of a part of it.
-
-    Args:
-      call: The program, or the call of a part.
-      places: Dotted field -> where its value was set; what is read is added.
-    """
-
-    dialect: ClassVar[Dialect] = "t5x"
-
-    def __init__(self, call: Call, places: dict[str, str]):
-        self.places = places
-        self._calls: dict[str, Call] = {}
-        for each in call.walk():
-            # The first in the order of arguments: several have one name only in parts of a run.
-            self._calls.setdefault(standard_name(each.configurable), each)
-
-    def below(self, call: Call) -> T5xSource:
-        """The arguments of a part."""
-        return T5xSource(call, self.places)
-
-    def find(self, name: str) -> Setting | None:
-        """An argument by its full name; None if the run does not call its configurable."""
-        configurable, _, argument = name.rpartition(".")
-        call = self._calls.get(configurable)
-        if call is None or argument not in call.arguments:
-            return None
-        return Setting(f"{call.shown}.{argument}", call[argument], call.places.get(argument))
-
-    def build(self, value: Any, prefix: str) -> Any:
-        """Parts of a run in place of the calls in a value."""
-        if isinstance(value, Call):
-            rule = _RULES.get(value.configurable)
-            if rule is not None:
-                return rule(value, self.below(value), prefix)
-            kind = KIND_OF.get(value.configurable)
-            return value if kind is None else read(kind, self.below(value), self.places, prefix)
-        if isinstance(value, Mapping):
-            return {key: self.build(item, prefix) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return tuple(self.build(item, prefix) for item in value)
-        return value
-
-
-def _dataset(call: Call, source: T5xSource, prefix: str) -> SeqioDataConfig:
+def _dataset(call: Call, places: dict[str, str], prefix: str) -> SeqioDataConfig:
     if not isinstance(call["mixture_or_task_name"], str):
         call.refuse(
             "mixture_or_task_name",
@@ -206,33 +205,27 @@ def _dataset(call: Call, source: T5xSource, prefix: str) -> SeqioDataConfig:
             "only the data of a training run are divided into shards.",
             "Bind train/utils.DatasetConfig.num_shards.",
         )
-    return read(SeqioDataConfig, source, source.places, prefix)
+    return call.read(SeqioDataConfig, places, prefix)
 
 
-def _save(call: Call, source: T5xSource, prefix: str) -> SaveConfig:
+def _save(call: Call, places: dict[str, str], prefix: str) -> SaveConfig:
     """Which checkpoints to write and keep; in T5X, a class of its own keeps the best."""
     best, keep_period = call["checkpointer_cls"], call["keep_period"]
-    if is_standard(best, "checkpointer_cls"):
+    if isinstance(best, Call) and "checkpointer_cls" in STANDARD.get(best.configurable, ()):
         best = None
     if best is not None:
         if not isinstance(best, Call) or KIND_OF.get(best.configurable) is not BestCheckpoints:
             why = "checkpoints are read and written in one way, which keeps T5X's tree."
             call.refuse("checkpointer_cls", why)
         keep_period = keep_period or best["force_keep_period"]
-    return read(
-        SaveConfig,
-        source,
-        source.places,
-        prefix,
-        best=source.build(best, f"{prefix}best."),
-        keep_period=keep_period or None,
-    )
+    kept = build(best, places, f"{prefix}best.")
+    return call.read(SaveConfig, places, prefix, best=kept, keep_period=keep_period or None)
 
 
-def _restore(call: Call, source: T5xSource, prefix: str) -> RestoreConfig | None:
+def _restore(call: Call, places: dict[str, str], prefix: str) -> RestoreConfig | None:
     """Where parameters come from; an empty list of paths, as in pretrain.gin, restores nothing."""
     if call["path"]:
-        return read(RestoreConfig, source, source.places, prefix)
+        return call.read(RestoreConfig, places, prefix)
     if call["adapter"] is not None:
         call.refuse("adapter", "its base is not given.", "Set the path to the base.")
     return None
@@ -245,7 +238,7 @@ _LOGGERS: Mapping[str, Any] = {
 }
 
 
-def _evaluator(call: Call, source: T5xSource, prefix: str) -> EvaluatorConfig:
+def _evaluator(call: Call, places: dict[str, str], prefix: str) -> EvaluatorConfig:
     loggers = []
     for logger in call["logger_cls"]:
         if not isinstance(logger, Call) or logger.configurable not in _LOGGERS:
@@ -253,22 +246,21 @@ def _evaluator(call: Call, source: T5xSource, prefix: str) -> EvaluatorConfig:
         # Only the JSON logger has this argument.
         results = logger.arguments.get("write_n_results")
         if "write_n_results" in logger.places:
-            place = logger.places["write_n_results"]
-            source.places[f"{prefix}loggers.write_n_results"] = place
+            places[f"{prefix}loggers.write_n_results"] = logger.places["write_n_results"]
         loggers.append(LoggerConfig(_LOGGERS[logger.configurable], logger["output_dir"], results))
-    return read(EvaluatorConfig, source, source.places, prefix, loggers=tuple(loggers))
+    return call.read(EvaluatorConfig, places, prefix, loggers=tuple(loggers))
 
 
-def _vocabulary(call: Call, source: T5xSource, _: str) -> Any:
+def _vocabulary(call: Call, places: dict[str, str], _: str) -> Any:
     """One of a model's vocabularies, of its inputs or of its outputs."""
     of_inputs = call.configurable == "models.get_input_vocabulary"
     arguments = call["model"].arguments
     name = "input_vocabulary" if of_inputs else "output_vocabulary"
     # A decoder-only model has one vocabulary.
-    return source.build(arguments.get(name, arguments.get("vocabulary")), "")
+    return build(arguments.get(name, arguments.get("vocabulary")), places, "")
 
 
-_RULES: Mapping[str, Callable[[Call, T5xSource, str], Any]] = {
+_RULES: Mapping[str, Callable[[Call, dict[str, str], str], Any]] = {
     "utils.DatasetConfig": _dataset,
     "utils.SaveCheckpointConfig": _save,
     "utils.RestoreCheckpointConfig": _restore,

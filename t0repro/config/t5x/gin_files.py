@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import gin
 from t0repro.config.gin import door
-from t0repro.config.gin.door import MACRO, Bindings, record_bindings
+from t0repro.config.gin.door import MACRO, Bindings, Reference, record_bindings
 from t0repro.config.gin.errors import configuration_errors
 from t0repro.config.gin.folders import shipped_files
 from t0repro.config.gin.imports import check_allowed, list_imports, restrict_imports
@@ -119,9 +119,9 @@ def macros_read(inputs: T5xInputs) -> frozenset[str]:
         return frozenset(_macros(_list_calls(_program(inputs.run_mode), bindings)))
 
 
-def _macros(reached: Iterable[_Call]) -> list[str]:
+def _macros(reached: Iterable[Reference]) -> list[str]:
     """The names of the macros among the calls."""
-    return ["/".join(call.scopes) for call in reached if call.selector == MACRO]
+    return [call.scope for call in reached if call.selector == MACRO]
 
 
 @contextlib.contextmanager
@@ -165,24 +165,6 @@ def _locate_error(error: WrongArgument, bindings: Bindings) -> UserError:
     return UserError(what, where=strip_folder(place), fix=error.fix)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """A configurable as the program calls it: gin's scopes, its selector and its bindings."""
-
-    scopes: tuple[str, ...]
-    selector: str
-    arguments: Mapping[str, Any]
-
-    def reads(self, scope: str, selector: str) -> bool:
-        """Whether bindings of a configurable in a scope apply to this call."""
-        # gin applies a binding in a scope to every call in that scope or in one inside it.
-        return self.selector == selector and scope in door.outer_scopes("/".join(self.scopes))
-
-    def place(self, bindings: Bindings, argument: str) -> str | None:
-        """Where the call's argument is bound, if anywhere."""
-        return bindings.find(door.outer_scopes("/".join(self.scopes)), self.selector, argument)
-
-
 def _program(run_mode: str) -> str:
     """The selector of a run mode's function; its name depends on how the file imports `__main__`.
 
@@ -205,7 +187,7 @@ def _program(run_mode: str) -> str:
     )
 
 
-def _list_calls(selector: str, bindings: Bindings) -> list[_Call]:
+def _list_calls(selector: str, bindings: Bindings) -> list[Reference]:
     """Every call made to evaluate the program, macros included, in the order of its arguments.
 
     A reference with scopes is called under those only; one without, under its caller's.
@@ -213,48 +195,48 @@ def _list_calls(selector: str, bindings: Bindings) -> list[_Call]:
     Raises:
       UserError: if a call contains itself, with the places that bind its arguments.
     """
-    calls: dict[tuple[tuple[str, ...], str], _Call] = {}
-    within: list[tuple[tuple[str, ...], str]] = []
+    calls: list[Reference] = []
+    within: list[Reference] = []
 
-    def visit(scopes: tuple[str, ...], selector: str) -> None:
+    def visit(call: Reference) -> None:
         # Calling it would never end.
-        if (scopes, selector) in within:
+        if call in within:
             raise UserError(
-                f"{'/'.join(scopes) if selector == MACRO else short(selector)} refers to itself.",
-                where="; ".join(_places_of(within[within.index((scopes, selector)) :], bindings)),
+                f"{call.scope if call.selector == MACRO else short(call.selector)} refers to"
+                " itself.",
+                where="; ".join(_places_of(within[within.index(call) :], bindings)),
                 fix="Bind another value.",
             )
         # A configurable may be reached by several paths, and several bindings may read one macro.
-        if (scopes, selector) in calls:
+        if call in calls:
             return
-        within.append((scopes, selector))
-        arguments = door.raw_bindings(selector, "/".join(scopes))
-        calls[scopes, selector] = _Call(scopes, selector, arguments)
-        for value in door.flatten_value(arguments):
+        within.append(call)
+        calls.append(call)
+        for value in door.flatten_value(door.raw_bindings(call.selector, call.scope)):
             if door.is_reference(value):
-                visit(tuple(value.scopes) or scopes, value.configurable.selector)
+                scope = "/".join(value.scopes) or call.scope
+                visit(Reference(scope, value.configurable.selector))
         within.pop()
         # The program reads the arguments of a record's methods when it calls them.
         for _, other in door.bound():
-            if other.startswith(f"{selector}."):
-                visit(scopes, other)
+            if other.startswith(f"{call.selector}."):
+                visit(Reference(call.scope, other))
 
-    visit((), selector)
-    return list(calls.values())
+    visit(Reference("", selector))
+    return calls
 
 
-def _places_of(calls: Sequence[tuple[tuple[str, ...], str]], bindings: Bindings) -> Iterator[str]:
+def _places_of(calls: Sequence[Reference], bindings: Bindings) -> Iterator[str]:
     """The places that bind the references from each call to the next, and back."""
-    for (scopes, selector), (_, following) in zip(calls, [*calls[1:], calls[0]], strict=True):
-        arguments = door.raw_bindings(selector, "/".join(scopes))
-        for argument, value in arguments.items():
+    for call, following in zip(calls, [*calls[1:], calls[0]], strict=True):
+        for argument, value in door.raw_bindings(call.selector, call.scope).items():
             parts = door.flatten_value(value)
-            if any(door.selector_of(part) == following for part in parts):
-                place = bindings.find(door.outer_scopes("/".join(scopes)), selector, argument)
-                yield strip_folder(place or f"default of {short(selector)}.{argument}")
+            if any(door.selector_of(part) == following.selector for part in parts):
+                place = bindings.find(call.scopes, call.selector, argument)
+                yield strip_folder(place or f"default of {short(call.selector)}.{argument}")
 
 
-def _check_macros(reached: Iterable[_Call], bindings: Bindings) -> list[str]:
+def _check_macros(reached: Iterable[Reference], bindings: Bindings) -> list[str]:
     """Refuses macros that the program reads but nothing sets.
 
     Returns:
@@ -288,7 +270,7 @@ def _check_macros(reached: Iterable[_Call], bindings: Bindings) -> list[str]:
     raise UserError(f"Macros without a value: {'; '.join(lines)}.", fix=fix)
 
 
-def _check_overrides(reached: Sequence[_Call], bindings: Bindings) -> list[str]:
+def _check_overrides(reached: Sequence[Reference], bindings: Bindings) -> list[str]:
     """Refuses overrides on the command line that nothing reads.
 
     Returns:
@@ -297,7 +279,11 @@ def _check_overrides(reached: Sequence[_Call], bindings: Bindings) -> list[str]:
     warnings = []
     for key, place in bindings.places.items():
         scope, selector, argument = key
-        if selector == MACRO or any(call.reads(scope, selector) for call in reached):
+        if selector == MACRO or any(
+            # gin applies a binding in a scope to every call in that scope or in one inside it.
+            call.selector == selector and scope in call.scopes
+            for call in reached
+        ):
             continue
         name = f"{scope + '/' if scope else ''}{short(selector)}.{argument}"
         # Files of this package bind more than any single run reads.
@@ -307,7 +293,7 @@ def _check_overrides(reached: Sequence[_Call], bindings: Bindings) -> list[str]:
         if not place.startswith("--gin"):
             warnings.append(f"{place}: this run does not read {name}")
             continue
-        known = {f"{'/'.join(call.scopes)}/{short(call.selector)}".lstrip("/") for call in reached}
+        known = {f"{call.scope}/{short(call.selector)}".lstrip("/") for call in reached}
         nearest = nearest_names(name.rpartition(".")[0], known, count=3)
         raise UserError(
             f"This run does not read {name}.",
@@ -332,17 +318,18 @@ def _absent_modules(inputs: T5xInputs, absent: Sequence[str]) -> list[str]:
     ]
 
 
-def _values(reached: Iterable[_Call], bindings: Bindings) -> Iterator[Value]:
+def _values(reached: Iterable[Reference], bindings: Bindings) -> Iterator[Value]:
     for call in reached:
         # Their values are shown where arguments take them.
         if call.selector == MACRO or call.selector == "gin.constant":
             continue
-        name = "/".join([*call.scopes, short(call.selector)])
+        name = f"{call.scope}/{short(call.selector)}".lstrip("/")
+        arguments = door.raw_bindings(call.selector, call.scope)
         function = door.function_of(call.selector)
         for argument, parameter in inspect.signature(function).parameters.items():
-            if argument in call.arguments:
-                value = door.format_value(call.arguments[argument])
-                place = strip_folder(call.place(bindings, argument) or "")
+            if argument in arguments:
+                value = door.format_value(arguments[argument])
+                place = strip_folder(bindings.find(call.scopes, call.selector, argument) or "")
                 yield Value(f"{name}.{argument}", value, place)
             elif parameter.default is not parameter.empty:
                 default = _format_default(parameter.default)

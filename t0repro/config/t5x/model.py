@@ -15,9 +15,8 @@ from t0repro.config.model import (
     LossDenominator,
     ModelConfig,
 )
-from t0repro.config.settings import read
 from t0repro.config.t5x.arguments import DECODER_ONLY, PASS_THROUGH
-from t0repro.config.t5x.calls import Call, T5xSource, call_with_defaults
+from t0repro.config.t5x.calls import Call, build, call_with_defaults
 from t0repro.errors import nearest_names
 
 # T5X looks an activation up in flax.linen by name; `linear` is its own.
@@ -32,12 +31,13 @@ _DENOMINATORS: dict[Any, float | LossDenominator | None] = {
 }
 
 
-def read_model(model: Call, source: T5xSource) -> ModelConfig:
-    """The model that a call describes, computed as T5X computes it, without an adapter.
+def read_model(program: Call, places: dict[str, str]) -> ModelConfig:
+    """The model of a program, computed as T5X computes it, without an adapter.
 
     Raises:
       UserError: For a value without a counterpart here, with its place.
     """
+    model = program["model"]
     shape = model["module"]["config"]
     for name in shape["mlp_activations"]:
         if name not in _ACTIVATIONS:
@@ -46,7 +46,7 @@ def read_model(model: Call, source: T5xSource) -> ModelConfig:
             shape.refuse("mlp_activations", why, fix)
     decoder_only = {}
     if model.configurable == DECODER_ONLY:
-        source.places["model.num_decoder_layers"] = shape.places.get("num_layers", "")
+        places["model.num_decoder_layers"] = shape.places.get("num_layers", "")
         decoder_only = {
             "model_type": "lm",
             "num_encoder_layers": 0,
@@ -54,12 +54,13 @@ def read_model(model: Call, source: T5xSource) -> ModelConfig:
             "input_full_attention": model["inputs_bidirectional_attention"],
         }
     layers = [shape.arguments.get(f"num_{tower}_layers", 0) for tower in ("encoder", "decoder")]
+    # The decoder-only network has no such argument and casts nothing.
+    casts = {} if "float32_attention_logits" in shape.arguments else _CASTS_NO_LOGITS
     # The policy that scalable_t5 has; there, one of any other name keeps only a layer's input.
     policy = shape.arguments.get("remat_policy") or "none"
-    return read(
+    return program.read(
         ModelConfig,
-        source,
-        source.places,
+        places,
         "model.",
         # scalable_t5 has a position bias in each layer; with one layer, that equals a shared one.
         position_bias_per_layer=shape.configurable.startswith("scalable_t5") and max(layers) > 1,
@@ -67,17 +68,11 @@ def read_model(model: Call, source: T5xSource) -> ModelConfig:
         recompute=policy if policy in ("none", "minimal") else "full",
         # scalable_t5 scans by default; results are equal, so here depth decides.
         scan_layers=None if shape.arguments.get("scan_layers", True) else False,
-        arithmetic=_read_arithmetic(shape, source),
+        arithmetic=program.read(Arithmetic, places, "model.arithmetic.", **casts),
         adapter=None,
         choice_loss=None,
         **decoder_only,
     )
-
-
-def _read_arithmetic(shape: Call, source: T5xSource) -> Arithmetic:
-    # The decoder-only network has no such argument and casts nothing.
-    fixed = {} if "float32_attention_logits" in shape.arguments else _CASTS_NO_LOGITS
-    return read(Arithmetic, source, source.places, "model.arithmetic.", **fixed)
 
 
 def read_converter(model: Call) -> Converter:
@@ -103,7 +98,7 @@ def read_converter(model: Call) -> Converter:
     return "decoder" if is_decoder_only else "encoder_decoder"
 
 
-def read_vocabularies(model: Call, source: T5xSource) -> tuple[Any, Any]:
+def read_vocabularies(model: Call, places: dict[str, str]) -> tuple[Any, Any]:
     """A model's vocabularies of inputs and of outputs.
 
     Raises:
@@ -112,7 +107,7 @@ def read_vocabularies(model: Call, source: T5xSource) -> tuple[Any, Any]:
     vocabularies = []
     names = ("input_vocabulary", "output_vocabulary")
     for name in ("vocabulary",) * 2 if model.configurable == DECODER_ONLY else names:
-        vocabulary = source.build(model[name], f"{name}.")
+        vocabulary = build(model[name], places, f"{name}.")
         # A user's own subclasses seqio.Vocabulary, but reading gin files does not import seqio.
         if not isinstance(vocabulary, VOCABULARIES) and not hasattr(vocabulary, "encode_tf"):
             model.refuse(
@@ -125,25 +120,25 @@ def read_vocabularies(model: Call, source: T5xSource) -> tuple[Any, Any]:
     return vocabularies[0], vocabularies[1]
 
 
-def read_dtypes(model: Call, source: T5xSource, saved: Any) -> DTypePolicy:
+def read_dtypes(program: Call, places: dict[str, str], saved: Any) -> DTypePolicy:
     """The dtypes of a run's computation and checkpoints; parameters in memory are float32.
 
     Args:
-      model: The model's call.
-      source: The run's arguments.
+      program: The run's call.
+      places: Field -> where its value was set; filled in.
       saved: Dtype of parameters in checkpoints; None for float32.
 
     Raises:
       UserError: If the computation's is neither float32 nor bfloat16.
     """
-    shape = model["module"]["config"]
+    shape = program["model"]["module"]["config"]
     value = shape["dtype"]
     # By its name, or as an attribute of jax.numpy.
     name = value if isinstance(value, str) else getattr(value, "__name__", str(value))
     if name not in typing.get_args(DType):
         shape.refuse("dtype", "the type must be float32 or bfloat16.", "Bind one of them.")
-    master = saved or "float32"
-    return read(DTypePolicy, source, source.places, "dtypes.", master=master, activation=name)
+    saved = saved or "float32"
+    return program.read(DTypePolicy, places, "dtypes.", master=saved, activation=name)
 
 
 def _denominator(model: Call) -> float | LossDenominator | None:
@@ -162,14 +157,15 @@ def _denominator(model: Call) -> float | LossDenominator | None:
     return _DENOMINATORS[word]
 
 
-def read_decoding(model: Call, source: T5xSource, prefix: str) -> DecodingPlan:
-    """The decoding options in a model's call.
+def read_decoding(program: Call, places: dict[str, str], prefix: str) -> DecodingPlan:
+    """The decoding options of a program's model.
 
     T5X's default is a beam search or, without an encoder, sampling.
 
     Raises:
       UserError: For an option that is not supported here, with its place.
     """
+    model = program["model"]
     function = model["decode_fn"]
     if function is None:
         samples = model.configurable == DECODER_ONLY
@@ -207,7 +203,7 @@ def read_decoding(model: Call, source: T5xSource, prefix: str) -> DecodingPlan:
                 value={key: value},
             )
         if argument in call.places:
-            source.places[f"{prefix}{key}"] = call.places[argument]
+            places[f"{prefix}{key}"] = call.places[argument]
     # T5X raises for this too, but only once it decodes.
     if method == "temperature_sample" and options["topk"] and options["topp"]:
         call, argument = set_by["topp"]
@@ -217,4 +213,4 @@ def read_decoding(model: Call, source: T5xSource, prefix: str) -> DecodingPlan:
             "Bind decoding.temperature_sample.topk = 0.",
             value=options["topp"],
         )
-    return read(DecodingPlan, source, source.places, prefix, method=method, **options)
+    return program.read(DecodingPlan, places, prefix, method=method, **options)

@@ -16,8 +16,7 @@ from t0repro.config.optimizer import (
     OptimizerPart,
     ScheduleConfig,
 )
-from t0repro.config.settings import read
-from t0repro.config.t5x.calls import Call, T5xSource, call_with_defaults
+from t0repro.config.t5x.calls import Call, call_with_defaults
 from t0repro.parameters.shape import (
     ALL_HEURISTIC,
     AXIS_WORDS,
@@ -30,7 +29,7 @@ from t0repro.parameters.shape import (
 _SCHEDULE = "utils.create_learning_rate_scheduler"
 
 
-def read_optimizer(model_call: Call, model: ModelConfig, source: T5xSource) -> OptimizerConfig:
+def read_optimizer(model_call: Call, model: ModelConfig, places: dict[str, str]) -> OptimizerConfig:
     """The optimizer that a model's call names.
 
     Raises:
@@ -40,9 +39,9 @@ def read_optimizer(model_call: Call, model: ModelConfig, source: T5xSource) -> O
     scanned = model_call["module"]["config"].configurable.startswith("scalable_t5")
     name = optimizer.configurable if isinstance(optimizer, Call) else ""
     if name == "adafactor.Adafactor":
-        return _adafactor(optimizer, model, scanned, source)
+        return _adafactor(optimizer, model, scanned, places)
     if name == "optimizers.MultiOptimizer":
-        return _multi_optimizer(optimizer, model, scanned, source)
+        return _multi_optimizer(optimizer, model, scanned, places)
     if name == "optimizers.chain" and all(map(_is_optax, optimizer["transformations"])):
         return OptaxConfig(tuple(_plain_call(each) for each in optimizer["transformations"]))
     if _is_optax(optimizer):
@@ -59,7 +58,7 @@ def _is_optax(value: Any) -> bool:
 
 
 def _multi_optimizer(
-    call: Call, model: ModelConfig, scanned: bool, source: T5xSource
+    call: Call, model: ModelConfig, scanned: bool, places: dict[str, str]
 ) -> MultiOptimizerConfig:
     """The parameters of each optimizer, chosen here because the user's functions are here."""
     # Imported here because it imports JAX, and an error about a misspelled macro need not wait.
@@ -91,7 +90,7 @@ def _multi_optimizer(
             call.refuse(name, "two optimizers would train this parameter.", value=both)
         taken |= chosen
         paths = tuple(path for path in every if path in chosen)
-        parts.append(OptimizerPart(paths, _adafactor(optimizer, model, scanned, source, paths)))
+        parts.append(OptimizerPart(paths, _adafactor(optimizer, model, scanned, places, paths)))
     return MultiOptimizerConfig(tuple(parts))
 
 
@@ -99,7 +98,7 @@ def _adafactor(
     call: Call,
     model: ModelConfig,
     scanned: bool,
-    source: T5xSource,
+    places: dict[str, str],
     paths: Collection[str] | None = None,
 ) -> AdafactorConfig:
     """Adafactor's options.
@@ -108,7 +107,7 @@ def _adafactor(
       call: The optimizer's call.
       model: The model, for the paths and shapes of its parameters.
       scanned: Whether T5X would scan the model's layers.
-      source: The run's arguments.
+      places: Field -> where its value was set; filled in.
       paths: The parameters that it trains; None for all.
     """
     if scanned:
@@ -119,10 +118,9 @@ def _adafactor(
     # The only call that the argument takes is of an HParamMap.
     if isinstance(scales := call[name], Call):
         unscaled = tuple(path for path in trained if not _look_up(scales, path, call, name))
-    config = read(
+    config = call.read(
         AdafactorConfig,
-        source.below(call),
-        source.places,
+        places,
         "optimizer.",
         multiply_by_parameter_scale=scales is not False,
         exclude_from_parameter_scale=unscaled,
@@ -240,12 +238,13 @@ def _plain_call(call: Call) -> Mapping[str, Any]:
     }
 
 
-def read_schedule(trainer: Call, source: T5xSource) -> ScheduleConfig:
+def read_schedule(program: Call, places: dict[str, str]) -> ScheduleConfig:
     """The learning-rate schedule.
 
     Raises:
       UserError: If the trainer has none.
     """
+    trainer = program["trainer_cls"]
     call = trainer["learning_rate_fn"]
     if "learning_rate_fn" not in trainer.bindable:
         # A user's trainer takes no schedule, so nothing reads this one.
@@ -258,7 +257,7 @@ def read_schedule(trainer: Call, source: T5xSource) -> ScheduleConfig:
         )
     for argument in call.arguments:
         if argument in call.places:
-            source.places[f"schedule.arguments.{argument}"] = call.places[argument]
+            places[f"schedule.arguments.{argument}"] = call.places[argument]
     if "learning_rate_fn" in trainer.places:
-        source.places["schedule"] = trainer.places["learning_rate_fn"]
-    return read(ScheduleConfig, source, source.places, "schedule.", arguments=dict(call.arguments))
+        places["schedule"] = trainer.places["learning_rate_fn"]
+    return program.read(ScheduleConfig, places, "schedule.", arguments=dict(call.arguments))

@@ -13,8 +13,8 @@ from t0repro.cli.spelling import T5X_NAMES
 from t0repro.config.data import LoggerConfig
 from t0repro.config.gin import folders
 from t0repro.config.t5x import gin_files
-from t0repro.config.t5x.inference import read_eval_run
 from t0repro.config.t5x.layout import list_differences
+from t0repro.config.t5x.run import read_eval_run
 from t0repro.errors import UserError
 from t0repro.words import shown_as
 

@@ -23,7 +23,7 @@ from t0repro.config.run import EarlyStoppingConfig, TrainRun
 from t0repro.config.t5x.arguments import MODULES, parameters_of
 from t0repro.config.t5x.gin_files import T5xInputs, parse
 from t0repro.config.t5x.layout import list_differences
-from t0repro.config.t5x.training import read_train_run
+from t0repro.config.t5x.run import read_train_run
 from t0repro.config.table import render
 from t0repro.config.translation import translate
 from t0repro.converters.released import catalog
