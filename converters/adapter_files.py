@@ -230,9 +230,6 @@ class AdapterReader(AdapterCheckpoint):
         return key
 
 
-# ---- Merging ------------------------------------------------------------------------------------
-
-
 class MergedReader:
     """Reads a base with an adapter merged into it: parameters in float32, without slots.
 
@@ -321,8 +318,6 @@ def _check_finite(array: np.ndarray, name: str, where: str) -> None:
         )
 
 
-# ---- PEFT's folders: adapter_config.json and adapter_model.safetensors ---------------------------
-#
 # PEFT names a module as transformers does, below `base_model.model.`, and stores [out, in] as torch
 # does. So `lora_a` is the transpose of lora_A.weight. `ia3_l` is [out, 1] where it multiplies a
 # module's outputs and [1, in] where it multiplies its inputs (feedforward_modules).
@@ -499,9 +494,6 @@ def _targets(paths: Iterable[str]) -> tuple[str, ...]:
     return tuple(
         pattern.format("|".join(map(str, sorted(numbers)))) for pattern, numbers in layers.items()
     )
-
-
-# ---- Writing ------------------------------------------------------------------------------------
 
 
 def peft_outputs(tensors: Mapping[str, TensorInfo]) -> list[Output]:

@@ -80,8 +80,6 @@ class Options:
     gin_file: str | os.PathLike[str] | None = None
 
 
-# ---- Changes that a conversion can make on the way: dtype, vocabulary size, slots ----------------
-
 # Each change is a reader that wraps another, so the formats need not support it.
 
 
@@ -261,9 +259,6 @@ class ExchangedSlots(_Wrapper):
     def native_name(self, key: str) -> str:
         """The source's own name."""
         return self._reader.native_name(self._keys.get(key, key))
-
-
-# ---- The target's tensors in order, their writer, and the small files ----------------------------
 
 
 @dataclasses.dataclass(frozen=True)

@@ -299,9 +299,6 @@ def _target(directory: str, to: Target, step: int) -> CheckpointRef:
     return CheckpointRef(to, storage.join(directory, name), step)
 
 
-# --- Checks before the first byte ----------------------------------------------------------------
-
-
 def _check_request(to: Target, options: Options) -> None:
     known = [*get_args(Format), "adapter"]
     if to not in known:
@@ -360,9 +357,6 @@ def _check_form_exists(shape: ModelShape, to: Target, ref: CheckpointRef, scan: 
             where=ref.path,
             fix="Convert to mtf or jax.",
         )
-
-
-# --- Writing -------------------------------------------------------------------------------------
 
 
 def _write(

@@ -394,9 +394,6 @@ def _check_index(
         )
 
 
-# --- Writing -------------------------------------------------------------------------------------
-
-
 def hf_outputs(tensors: Mapping[str, TensorInfo]) -> list[Output]:
     """The tensors of the directory's files: weights in shards, slots and step in a separate file.
 

@@ -72,9 +72,6 @@ def generation_config(ids: TokenIds) -> dict[str, Any]:
     return {"decoder_start_token_id": 0, "eos_token_id": ids.eos, "pad_token_id": ids.pad}
 
 
-# --- Tokenizer -----------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Pieces:
     """The parts of a SentencePiece model from which transformers makes a tokenizer.
@@ -281,9 +278,6 @@ def _fast_tokenizer(pieces: Pieces) -> dict[str, Any]:
             "byte_fallback": pieces.byte_fallback,
         },
     }
-
-
-# --- Model card ----------------------------------------------------------------------------------
 
 
 def model_card(family: ModelShape, provenance: Mapping[str, Any], dtype: str, slots: bool) -> str:

@@ -109,9 +109,6 @@ def inspect_checkpoint(path: str | os.PathLike[str], step: int | None = None) ->
     )
 
 
-# ---- Compares two checkpoints of any formats, tensor by tensor, under one set of names -----------
-
-
 @dataclasses.dataclass(frozen=True)
 class TensorDifference:
     """The difference of one tensor.
@@ -221,9 +218,6 @@ def _compare_tensor(key: str, a: CheckpointReader, b: CheckpointReader) -> Tenso
     detail = "" if same_type else f"{left.dtype.name} and {right.dtype.name}"
     reason = "type" if not same_type and largest == 0 else "values"
     return TensorDifference(key, reason, largest, rms, detail)
-
-
-# ---- Checks that a checkpoint is complete and undamaged, tensor by tensor ------------------------
 
 
 @dataclasses.dataclass(frozen=True)

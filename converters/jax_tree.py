@@ -172,9 +172,6 @@ def _is_dummy(key: str, tree: Mapping[str, _Shaped], momentum: bool) -> bool:
     return unfactored is not None and unfactored.shape == parameter.shape
 
 
-# --- Writing -------------------------------------------------------------------------------------
-
-
 def jax_outputs(
     tensors: Mapping[str, TensorInfo], family: ModelShape, scan: bool = False
 ) -> Iterator[Output]:
@@ -253,9 +250,6 @@ def jax_writer(
     return OrbaxWriter(path)
 
 
-# --- Finding -------------------------------------------------------------------------------------
-
-
 def jax_refs(directory: str) -> list[CheckpointRef]:
     """Lists a directory's complete checkpoints by ascending step."""
     refs = []
@@ -299,9 +293,8 @@ def dataset_state(path: str) -> list[str]:
     return sorted([*files, *storage.list_files(storage.join(path, "dataset"))])
 
 
-# ---- T5X's scanned trees (scalable_t5), which stack a tower's layers in one array ----------------
-#
-# There, `encoder/layers_{0,1,...}/mlp/wo/kernel` of shape [d_ff, d_model] are one array
+# T5X's scanned trees (scalable_t5) stack a tower's layers in one array:
+# `encoder/layers_{0,1,...}/mlp/wo/kernel` of shape [d_ff, d_model] are one array
 # `encoder/encoder/mlp/wo/kernel` of shape [d_ff, layers, d_model] (param_scan_axis is 1). Attention
 # heads have their own axis: query, key and value are [d_model, layers, heads, kv], out is [heads,
 # layers, kv, d_model]. Each layer has its own relative position bias. Writing repeats a bias that a
@@ -376,9 +369,6 @@ def _mean_axis(slot: str, row: naming.Row) -> int:
 
 def _key(path: str, slot: str | None) -> str:
     return naming.PARAMETERS + path if slot is None else naming.slot_key(path, slot)
-
-
-# --- Writing -------------------------------------------------------------------------------------
 
 
 def _scan_outputs(tensors: Mapping[str, TensorInfo], shape: ModelShape) -> Iterator[Output]:
@@ -464,9 +454,6 @@ def _stack(
             array = array.mean(axis=mean_over, dtype=np.float64).astype(info.dtype)
         place[...] = array.reshape(place.shape)
     return result
-
-
-# --- Reading -------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

@@ -422,11 +422,10 @@ def _checkpoint_metadata(handler: str | None) -> bytes:
     return json.dumps(description).encode()
 
 
-# ---- Zarr's descriptions of arrays ---------------------------------------------------------------
-#
-# Versions 2 and 3: an array's shape, dtype and chunks. Orbax and T5X write through TensorStore and
-# use little of Zarr: numbers, little-endian and in C order, in chunks no larger than their array.
-# Any other description counts as damaged: one flipped bit turns "<f4" into the big-endian ">f4".
+# Zarr's descriptions of arrays, versions 2 and 3: shape, dtype and chunks. Orbax and T5X write
+# through TensorStore and use little of Zarr: numbers, little-endian and in C order, in chunks no
+# larger than their array. Any other description counts as damaged: one flipped bit turns "<f4" into
+# the big-endian ">f4".
 
 # The file in an array's directory that describes it, of either version.
 _DESCRIPTIONS = (".zarray", "zarr.json")

@@ -366,9 +366,6 @@ def _checkpoint_path(to: Path, names: Iterable[str]) -> Path:
     return to
 
 
-# ---- Estimates the disk and memory that a released checkpoint needs, and what this machine has ---
-
-
 _FLOAT32 = 4
 
 

@@ -198,8 +198,6 @@ def _check_slots(tree: Collection[str], wanted: Sequence[str], where: str | None
         )
 
 
-# ---- T5X's assignment_map ------------------------------------------------------------------------
-
 _WHERE = "utils.RestoreCheckpointConfig.assignment_map"
 Rules = Sequence[tuple[str, str | None]]
 
@@ -255,8 +253,6 @@ def assign_names(
             assigned[name] = name
     return assigned
 
-
-# ---- Checks before a run builds a graph or writes a file -----------------------------------------
 
 _EMBEDDINGS = ("shared/embedding", "encoder/embedding", "decoder/embedding")
 

@@ -79,8 +79,6 @@ class Staged:
             yield enter
 
 
-# ---- In a bucket ---------------------------------------------------------------------------------
-
 _IN_BUCKET = ".t0repro.conversion"
 _HIDDEN = ".t0repro."
 
@@ -141,8 +139,6 @@ class InBucket:
             fix="Give another address, or remove them.",
         )
 
-
-# ---- On a disk -----------------------------------------------------------------------------------
 
 # Orbax's metadata and the index file add little to the tensors' bytes.
 _SPACE_MARGIN = 1.02

@@ -62,9 +62,6 @@ class Entry:
     masked_crc32c: int
 
 
-# --- Reading -------------------------------------------------------------------------------------
-
-
 class BundleReader:
     """An open bundle.
 
@@ -259,9 +256,6 @@ def _crc32c(array: np.ndarray) -> int:
 def _mask(crc: int) -> int:
     """Applies LevelDB's masking, which it uses for checksums stored beside their data."""
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-# --- Writing -------------------------------------------------------------------------------------
 
 
 class BundleWriter:

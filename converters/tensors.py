@@ -219,8 +219,6 @@ def total_bytes(tensors: Mapping[str, TensorInfo]) -> int:
     return sum(info.nbytes for info in tensors.values())
 
 
-# ---- Memory for tensors that is reused as soon as nothing refers to it any more ------------------
-
 # A conversion processes as many bytes as the checkpoint has, one tensor at a time. Fresh memory
 # from the system costs more than all the work on it (0.5 GB/s measured on a virtual machine,
 # against 5 GB/s for reading a cached file), and freed large blocks return to the system.

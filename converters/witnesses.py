@@ -172,8 +172,6 @@ def _crc32(file: str) -> int:
     return value
 
 
-# ---- `conversion.json`: what a conversion wrote, so that readers can compare ---------------------
-
 # It is beside a checkpoint, never inside: T5X, Orbax and Mesh TensorFlow read `checkpoint_<step>`
 # and, one level up, only their own names. A Hugging Face directory is the checkpoint itself; there
 # the manifest also has the global step, which no other file has.
@@ -269,8 +267,6 @@ def read_manifest(directory: str) -> Manifest | None:
         ) from None
 
 
-# ---- What the files around a checkpoint's arrays say that it holds -------------------------------
-
 # A partially copied checkpoint may look like a complete one of another model: without
 # `target.decoder.logits_dense.kernel` a T5 1.1 looks tied, without its last layer it looks
 # shallower. The remaining arrays cannot reveal this; the files beside them can. If a file
@@ -307,9 +303,6 @@ def check_names(
             fix="The files of two checkpoints are mixed, or one is damaged: copy the whole"
             " checkpoint again, into an empty directory.",
         )
-
-
-# --- Orbax's description of the tree -------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -352,9 +345,6 @@ def orbax_tree(file: str, content: bytes) -> OrbaxTree:
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise damage_error(file, "it is not Orbax's description of a tree") from None
-
-
-# --- A conversion's record -----------------------------------------------------------------------
 
 
 def check_manifest(

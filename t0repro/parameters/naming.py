@@ -200,9 +200,6 @@ def layer_name(index: int) -> str:
     return f"layers_{index}"
 
 
-# --- Names ---------------------------------------------------------------------------------------
-
-
 @functools.cache
 def _patterns(
     column: Column, decoder_only: bool, bias_per_layer: bool | None
@@ -395,9 +392,6 @@ def from_optax(name: str) -> str | None:
         slot = {moment: slot for slot, moment in _OPTAX.items()}[match[1]]
         return slot_key(match[2], slot)
     return None if re.fullmatch(rf"{SLOTS}(\d+/)+count", name) else name
-
-
-# --- Adafactor's factored slots ------------------------------------------------------------------
 
 
 def mtf_dropped_axes(shape: Sequence[int]) -> dict[str, int]:

@@ -201,8 +201,6 @@ def both_sizes(stored: Mapping[str, Sequence[int]], model: Mapping[str, Sequence
         return ""
 
 
-# ---- Which axes of a parameter Adafactor averages over -------------------------------------------
-
 # Mesh TensorFlow factors the two longest axes of a parameter of any rank. T5X requires a rule for
 # every parameter with more than two axes, and ignores it for most others. Here, a rule is text:
 #
@@ -328,9 +326,6 @@ def _of_longest_axes(shape: Sequence[int], least: int) -> Factoring:
     dropped = naming.t5x_dropped_axes(shape)
     row, column = dropped["v_row"], dropped["v_col"]
     return Factoring(((row,), (column,)) if shape[column] >= least else None)
-
-
-# ---- Recognizing a T5 by its tensors' names and shapes -------------------------------------------
 
 
 def recognize(names_and_shapes: Mapping[str, Iterable[int]]) -> ModelShape:

@@ -33,9 +33,6 @@ _REQUESTS = 4  # at a time, for one array
 _FILES = 8  # at a time
 
 
-# ---- Paths and addresses -------------------------------------------------------------------------
-
-
 def scheme_of(path: AnyPath) -> str | None:
     """The scheme of an address, `gs` of `gs://bucket/x`; None for a local path or `file:///x`."""
     # Of the two slashes pathlib leaves one.
@@ -163,9 +160,6 @@ def tensorstore_spec(path: str) -> dict[str, Any] | None:
     return {"driver": "file", "path": f"{path}/"}
 
 
-# ---- Checks before work begins -------------------------------------------------------------------
-
-
 def check_address(path: AnyPath, where: str | None = None) -> str:
     """An address, spelled in full, that this machine can open; a local path as it is.
 
@@ -214,9 +208,6 @@ def check_folder(path: AnyPath, where: str | None = None) -> None:
             where=where,
             fix="Choose a folder that can be written to.",
         )
-
-
-# ---- Listing -------------------------------------------------------------------------------------
 
 
 def exists(path: str) -> bool:
@@ -291,9 +282,6 @@ def call_at_once(function: Callable[[str], Result], files: Iterable[str]) -> Ite
     """Calls a function for several files at a time; yields the results in the files' order."""
     with concurrent.futures.ThreadPoolExecutor(_FILES) as pool:
         yield from pool.map(function, files)
-
-
-# ---- Reading -------------------------------------------------------------------------------------
 
 
 def read(path: str, start: int = 0, count: int | None = None) -> bytes:
@@ -395,9 +383,6 @@ def fetch(path: AnyPath) -> Iterator[Path]:
         yield copy.path
     finally:
         copy.close()
-
-
-# ---- Writing -------------------------------------------------------------------------------------
 
 
 def make_folder(folder: AnyPath) -> None:
@@ -521,9 +506,6 @@ def sync_all(paths: Iterable[str]) -> None:
     with concurrent.futures.ThreadPoolExecutor(_FILES) as pool:
         # Sync directories too: otherwise a power failure may lose the names of synced files.
         list(pool.map(disk.sync, [*local, *{path.parent for path in local}]))
-
-
-# ---- Working copies and locks --------------------------------------------------------------------
 
 
 def upload(path: AnyPath) -> None:

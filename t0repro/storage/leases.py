@@ -133,8 +133,6 @@ class Lease:
                     buckets.write(_object(self._address, self._number), self._content())
 
 
-# ---- Pins ----------------------------------------------------------------------------------------
-
 _PINS = ".t0repro.pins"
 _READING = "reading a checkpoint"
 _UNWANTED = "unwanted"
@@ -181,9 +179,6 @@ def _pin_of(checkpoint: str) -> str:
     """Beside the checkpoint, since a removed one takes what is in it along."""
     folder, _, name = checkpoint.rpartition("/")
     return f"{folder}/{_PINS}/{name}"
-
-
-# ---- Holding -------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -343,8 +343,6 @@ class TemporaryCopy:
                     done(count)
 
 
-# ---- The copies of this process ------------------------------------------------------------------
-
 _copies: dict[tuple[str, bool], WorkingCopy] = {}
 
 
