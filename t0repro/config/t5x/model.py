@@ -37,7 +37,7 @@ def read_model(program: Call, places: dict[str, str]) -> ModelConfig:
     Raises:
       UserError: For a value without a counterpart here, with its place.
     """
-    model = program["model"]
+    model: Call = program["model"]
     shape = model["module"]["config"]
     for name in shape["mlp_activations"]:
         if name not in _ACTIVATIONS:
@@ -165,7 +165,7 @@ def read_decoding(program: Call, places: dict[str, str], prefix: str) -> Decodin
     Raises:
       UserError: For an option that is not supported here, with its place.
     """
-    model = program["model"]
+    model: Call = program["model"]
     function = model["decode_fn"]
     if function is None:
         samples = model.configurable == DECODER_ONLY

@@ -244,7 +244,7 @@ def read_schedule(program: Call, places: dict[str, str]) -> ScheduleConfig:
     Raises:
       UserError: If the trainer has none.
     """
-    trainer = program["trainer_cls"]
+    trainer: Call = program["trainer_cls"]
     call = trainer["learning_rate_fn"]
     if "learning_rate_fn" not in trainer.bindable:
         # A user's trainer takes no schedule, so nothing reads this one.
