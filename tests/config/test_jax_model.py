@@ -127,6 +127,9 @@ def test_what_is_recomputed_is_open_unless_gin_binds_it():
     assert load().model.recompute is None
     assert load("LayerStack.recompute_grads = False").model.recompute is None
     assert load("t0repro.jax_model.recompute = 'none'").model.recompute == "none"
+    with pytest.raises(UserError, match="jax_model.recompute is 'all'.*'full'") as error:
+        load("t0repro.jax_model.recompute = 'all'")
+    assert "recompute = 'all'" in (error.value.where or "")
 
 
 def test_a_training_measures_its_weights_every_so_many_steps_if_gin_says_so():

@@ -159,6 +159,14 @@ def test_what_the_jax_stack_does_not_do_is_refused_by_name_and_place(param, name
     assert "--backend=mtf" in (error.value.fix or "")
 
 
+def test_of_several_arguments_that_nothing_reads_the_first_that_is_bound_is_named():
+    params = [f"SelfAttention.{name} = 3" for name in ("hyperprompt_hidden_dim", "z_loss_coeff")]
+    for ordered in (params, params[::-1]):
+        with pytest.raises(UserError) as error:
+            load(*ordered)
+        assert ordered[0] in (error.value.where or "")
+
+
 def test_what_mesh_tensorflow_misreads_is_kept_for_its_own_run_to_warn_of():
     params = ("mesh_train_dataset_fn.shuffle = 'False'", "encodr/make_layer_stack.num_layers = 7")
     inputs = MeshInputs(

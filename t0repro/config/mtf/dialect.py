@@ -23,7 +23,6 @@ from t0repro.config.gin.door import Bindings
 from t0repro.config.gin.errors import configuration_errors
 from t0repro.config.mtf import stand_ins
 from t0repro.config.mtf.arguments import Arguments
-from t0repro.config.mtf.data import read_eval_data, read_train_data
 from t0repro.config.mtf.decoding import read_decoding, read_text
 from t0repro.config.mtf.inputs import read_inputs
 from t0repro.config.mtf.jax_settings import refusal_on_mesh_tensorflow
@@ -33,7 +32,13 @@ from t0repro.config.mtf.model import add_adapter_and_loss, read_dtypes, read_lay
 from t0repro.config.mtf.model_api import FindCheckpoint, export_refusal, parse_model_api
 from t0repro.config.mtf.optimizer import read_optimizer, read_schedule
 from t0repro.config.mtf.parser import MeshInputs, parse
-from t0repro.config.mtf.plan import read_plan, read_total_steps, read_train_steps
+from t0repro.config.mtf.plan import (
+    read_eval_data,
+    read_plan,
+    read_total_steps,
+    read_train_data,
+    read_train_steps,
+)
 from t0repro.config.run import RUN_OF_MODE, MeshEvalRun, Run, TextRun, TrainRun
 from t0repro.config.settings import check_divides, check_values
 from t0repro.errors import UserError
@@ -161,15 +166,16 @@ def _read_values(
     """The fields of all modes' runs that rules give."""
     mode, vocabulary = inputs.mode, inputs.vocabularies[0]
     train_steps = read_train_steps(arguments, inputs)
+    total_steps = read_total_steps(arguments, train_steps)
+    train_data = read_train_data(arguments, "plan.train_data.")
+    eval_data = read_eval_data(arguments)
+    if eval_data is None and mode == "perplexity_eval":
+        eval_data = read_train_data(arguments, "eval_data.")
     model = read_model(arguments, tuple(each.vocab_size for each in inputs.vocabularies))
     # Evaluations find an adapter through the checkpoint's adapter.json, not through gin.
     if mode == "train":
         model = add_adapter_and_loss(arguments, model)
     optimizer = read_optimizer(arguments, model)
-    train_data = read_train_data(arguments, "plan.train_data.")
-    eval_data = read_eval_data(arguments)
-    if eval_data is None and mode == "perplexity_eval":
-        eval_data = read_train_data(arguments, "eval_data.")
     checked = ("mode", "model_dir", "sequence_length", "batch_size", "num_microbatches")
     return {
         **{name: getattr(inputs, name) for name in (*checked, "eval_checkpoint_step")},
@@ -180,7 +186,7 @@ def _read_values(
         "vocabulary_extra_ids": getattr(vocabulary, "extra_ids", 0),
         "optimizer": optimizer,
         # Schedules with an end count to total_run_steps if it is bound.
-        "schedule": read_schedule(arguments, read_total_steps(arguments, train_steps), optimizer),
+        "schedule": read_schedule(arguments, total_steps, optimizer),
         "train_steps": train_steps,
         "plan": read_plan(arguments, train_data, inputs.init_checkpoint),
         "checkpoint_choice": arguments.settings(CheckpointChoice, "checkpoint_choice."),

@@ -7,12 +7,10 @@ module registers them with gin; Mesh TensorFlow refuses them all by name.
 from __future__ import annotations
 
 import inspect
-from typing import Any, get_args
 
 import gin
 from t0repro import adapters
 from t0repro.config.choices import ChoiceLoss
-from t0repro.config.model import Recompute
 from t0repro.errors import UserError
 
 JAX_MODEL = "t0repro.jax_model"
@@ -55,17 +53,6 @@ def jax_training(
       init_adapter: `RestoreConfig.adapter`.
       choice_loss: Losses over an example's answer choices: `@t0repro.ChoiceLoss()`.
     """
-
-
-def check_recompute(policy: Any) -> Any:
-    """The rematerialization policy that is bound; raises UserError if there is no such policy."""
-    if policy is not None and policy not in (policies := get_args(Recompute)):
-        raise UserError(
-            f"{policy!r} does not name what to recompute.",
-            where=f"{JAX_MODEL}.recompute",
-            fix=f"Bind one of {', '.join(policies)}.",
-        )
-    return policy
 
 
 for _function in (adapters.lora, adapters.ia3):

@@ -103,7 +103,7 @@ def refuse_unknown_bindings(arguments: Arguments) -> None:
             continue
         defaults = arguments.defaults(selector)
         # Compare with the signature's defaults: binding a default changes nothing.
-        for argument in set(bound) - known:
+        for argument in (each for each in bound if each not in known):
             value = arguments.read(selector, scope)[argument]
             if argument not in defaults or value != defaults[argument]:
                 shown = door.format_value(bound[argument])

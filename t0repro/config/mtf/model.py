@@ -19,7 +19,6 @@ from t0repro.config.model import Activation, DType, DTypePolicy, Layout, ModelCo
 from t0repro.config.mtf import mesh
 from t0repro.config.mtf.arguments import Arguments
 from t0repro.config.mtf.inputs import read_dtype_name
-from t0repro.config.mtf.jax_settings import check_recompute
 from t0repro.config.mtf.stand_ins import full_name
 from t0repro.config.settings import check_field
 from t0repro.errors import UserError
@@ -109,7 +108,9 @@ def read_model(arguments: Arguments, vocabulary_sizes: tuple[int, int]) -> Model
     # A tower lists every sublayer's layer: two or three of them form one block.
     layers = [len(tower.layers) // len(tower.kinds) for tower in towers]
     jax_model = arguments.read("t0repro.jax_model")
-    recompute = check_recompute(jax_model["recompute"])
+    recompute = jax_model["recompute"]
+    name, where = "t0repro.jax_model.recompute", arguments.place("recompute", "t0repro.jax_model")
+    check_field(ModelConfig, "recompute", recompute, where, name)
     # None decides by memory. recompute_grads = False cannot mean `none`: T0's commands have this
     # default and must fit their TPU slices.
     by_stack = "full" if any(tower.stack["recompute_grads"] for tower in towers) else None
