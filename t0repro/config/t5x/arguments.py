@@ -104,11 +104,8 @@ _FEATURE = "a feature of examples is a sequence of tokens."
 _RULES = Sequence[tuple[str, str | Sequence[str] | None]]
 _OUTPUT = {"output_dir": Parameter(str | None, None)}
 # T5X's files of 2021 bind the loss's arguments for this method instead of the model.
-_LOSS = {
-    "label_smoothing": Parameter(float | None, None),
-    "z_loss": Parameter(float | None, None),
-    "loss_normalizing_factor": Parameter(float | str | None, None),
-}
+_LOSS = ("label_smoothing", "z_loss", "loss_normalizing_factor")
+_PREDICT = {"decoder_params": Parameter(Mapping[str, Any] | None, None)}
 
 # Configurable -> its arguments besides those that fields declare.
 _OTHERS: Mapping[str, Mapping[str, Parameter]] = {
@@ -191,20 +188,14 @@ _OTHERS: Mapping[str, Mapping[str, Parameter]] = {
         "feature_converter_cls": Parameter(Any, None),
         "default_decoder_params": Parameter(Mapping[str, Any] | None, None),
     },
-    f"{_MODEL}.loss_fn": _LOSS,
-    f"{_MODEL}.predict_batch_with_aux": {
-        "decoder_params": Parameter(Mapping[str, Any] | None, None)
-    },
+    f"{_MODEL}.predict_batch_with_aux": _PREDICT,
     DECODER_ONLY: {
         "module": _call("decoder_only.network.DecoderWrapper"),
         "vocabulary": Parameter(),
         "inputs_bidirectional_attention": Parameter(bool, False),
         "feature_converter_cls": Parameter(Any, None),
     },
-    f"{DECODER_ONLY}.loss_fn": _LOSS,
-    f"{DECODER_ONLY}.predict_batch_with_aux": {
-        "decoder_params": Parameter(Mapping[str, Any] | None, None)
-    },
+    f"{DECODER_ONLY}.predict_batch_with_aux": _PREDICT,
     PASS_THROUGH: {},
     "models.get_input_vocabulary": {"model": _call(_MODEL, DECODER_ONLY)},
     "models.get_output_vocabulary": {"model": _call(_MODEL, DECODER_ONLY)},
@@ -383,6 +374,10 @@ def parameters_of(configurable: str) -> Mapping[str, Parameter]:
             name: dataclasses.replace(of_train[name], default=default)
             for name, default in _OF_PRECOMPILE.items()
         }
+    model, _, method = configurable.rpartition(".")
+    if method == "loss_fn":
+        of_model = parameters_of(model)
+        return {name: Parameter(of_model[name].hint | None, None) for name in _LOSS}
     name = standard_name(configurable)
     declared: dict[str, Parameter] = {}
     # Of several fields that one argument sets, that of the configurable's class decides its type.
