@@ -96,7 +96,7 @@ def test_the_entry_for_accelerators_times_scoring_without_them(tmp_path):
     found = entry(tmp_path, "score_step.py", "run.json", "suite.npz", "--tokens_per_batch=256")
     assert found["pairs"] == found["of"] == 100
     assert found["suite"] == pytest.approx(found["seconds"])
-    assert found["compiled_later"] == 0 < found["shapes"]
+    assert found["compiled_later"] == 0 < found["programs"]
     assert found["rate"] == 100 / found["seconds"]
     # With no time for a second batch, the rest is extrapolated.
     part = entry(
@@ -111,7 +111,7 @@ PARAMETERS = initial_parameters(MODEL, jax.random.key(0))
 TOKENS = np.ones((2, 3), np.int32)
 ROW = np.ones(3, np.int32)
 WRONG_SHAPES = {
-    "engine": lambda: engine.encode(MODEL, PARAMETERS, ROW, TOKENS),
+    "engine": lambda: engine.read_texts(MODEL, PARAMETERS, ROW, TOKENS, TOKENS),
     "loss": lambda: losses.cross_entropy(np.zeros((2, 3, 4), np.float32), ROW),
     "model": lambda: MODEL.apply({"params": PARAMETERS}, ROW, TOKENS, method=T5.encode),
 }

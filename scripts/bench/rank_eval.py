@@ -7,7 +7,7 @@ All harnesses use one machine, the same random weights (T5 1.1 small, or base-sh
 real pairs: for every template with answer choices of the evaluation sets under T0REPRO_DATA_DIR,
 the first --limit inputs with all their choices. Results are grouped by number of choices:
 
-    ours      each input encoded once, packed; `compiling` is what the first run took beyond that
+    ours      each input encoded once; `compiling` is what the first run took beyond that
     pytorch   as T0's run_eval: inputs repeated for each choice, 8 examples per batch within a task,
               padded to the batch's longest; float32, no gradients
     lm_eval   lm-eval-harness's Hugging Face seq2seq model, batches of 16 pairs sorted by length
@@ -190,7 +190,7 @@ def measure(piece: dict, params, model, worker, peers: list, options, work: Path
         rows.append({**row, **peer})
     warm, _, _ = ours(params, model, examples)
     facts = {"harness": "ours", "seconds": warm, "first_seconds": cold, "peak_gb": peak_memory()}
-    rows.append({**row, **facts, "padding": plan.padding, "shapes": len(plan.shapes)})
+    rows.append({**row, **facts, "padding": plan.padding, "programs": len(plan.programs)})
     load = os.getloadavg()[0]  # above 2 or 3 on two cores, something else was running too
     for found in [{**found, "load": load} for found in rows]:
         add_result(work, found)
@@ -258,15 +258,14 @@ def random_model(size: dict):
 
 def ours(params: dict, model, examples: list[dict]):
     """Seconds, scores and plan; everything from token ids to scores is timed."""
-    from t0repro.evaluation.engine import TOKENS_PER_BATCH, Engine
-    from t0repro.evaluation.grouping import make_batching
+    from t0repro.evaluation.engine import Engine
     from t0repro.evaluation.pairs import collect_pairs
 
     started = time.perf_counter()
     pairs = collect_pairs(examples, LENGTHS)
-    plan = make_batching(pairs, TOKENS_PER_BATCH["cpu"])
-    scores = np.zeros(len(pairs))
-    for found in Engine(params, model).run(pairs, plan):
+    engine, scores = Engine(params, model), np.zeros(len(pairs))
+    plan = engine.plan(pairs)
+    for found in engine.run(pairs, plan):
         scores[found.pairs] = found.scores
     return time.perf_counter() - started, pairs.expand_to_examples(scores), plan
 

@@ -8,14 +8,16 @@ and counts the rows whose log-likelihoods have other bits once one thing is chan
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import numpy as np
 from rank_eval import SIZES
 
 from t0repro.config.model import DTypePolicy
 from t0repro.config.recipe import t5_1_1
-from t0repro.evaluation.engine import decode, encode
 from t0repro.model.t5 import T5, initial_parameters
+from t0repro.training.token_losses import cross_entropy
 
 SHAPES = ((32, 32, 4), (16, 128, 4), (8, 128, 8), (7, 96, 4), (2, 512, 8))
 """Rows, input tokens and target tokens."""
@@ -66,8 +68,13 @@ def count_changes(
             tokens[row, at : at + len(source)], segments[row, at : at + len(source)] = source, 1
             here = slice(choice_at, choice_at + len(target))
             choices[row, here], parts[row, here] = target, 1
-        memory = encode(model, params, tokens, segments)
-        values = np.asarray(decode(model, params, memory, segments, choices, parts, parts)["log_p"])
+        batch = {
+            "inputs": tokens,
+            "inputs_segmentation": segments,
+            "targets": choices,
+            "targets_segmentation": parts,
+        }
+        values = np.asarray(log_probabilities(model, params, batch))
         return [
             row[choice_at : choice_at + len(target)].tobytes()
             for row, (_, target) in zip(values, pairs, strict=True)
@@ -101,6 +108,12 @@ def count_changes(
     later = scores(pairs, choice=twice, choice_at=targets)
     compare("place of the choice", later, scores(pairs, choice=twice), every)
     return counts
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def log_probabilities(model: T5, params: dict, batch: dict[str, jax.Array]) -> jax.Array:
+    """Of each target, given its input and the targets before it."""
+    return -cross_entropy(model.apply({"params": params}, batch), batch["targets"])
 
 
 def ids(random: np.random.Generator, length: int) -> np.ndarray:

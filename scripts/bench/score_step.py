@@ -9,10 +9,10 @@ are does not affect the time. A machine with the data and all of t0repro writes 
 
     T0REPRO_DATA_DIR=DIR T0REPRO_VOCAB=FILE python scripts/bench/score_step.py --prepare SUITE.npz
 
-Batches are the evaluation's own (input rows encoded once, packed with all their choices, a few
-shapes), in random order until the time is up. Prints one line of JSON:
+Batches are the evaluation's own, in blocks in random order until the time is up. Prints one line of
+JSON:
 
-    shapes         programs that were compiled for the batches' shapes, two for each
+    programs       programs that were compiled
     compiling      seconds that it took
     compiled_later programs that were compiled while pairs were scored: 0, or the figures are wrong
     pairs          distinct pairs that were scored; `of` is the number of all
@@ -30,6 +30,7 @@ import dataclasses
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,13 @@ import jax
 import numpy as np
 
 from t0repro.config.model import Layout
-from t0repro.evaluation.engine import Engine, decode, default_tokens_per_batch, encode
-from t0repro.evaluation.grouping import Batching, PlannedBatch, make_batching
+from t0repro.evaluation.engine import Engine, decode, encode
+from t0repro.evaluation.grouping import DecoderBatch, Microbatch, Plan
 from t0repro.evaluation.pairs import Pairs
 from t0repro.model.t5 import evaluation_shapes, initial_parameters
 from t0repro.partitioning.devices import choose
 
+_BLOCK = 32  # batches
 sys.path.append(str(Path(__file__).parent))  # python -P leaves it out
 
 
@@ -80,7 +82,7 @@ def measured(
       values: a run's JSON.
       lengths: `inputs` and `targets`, their numbers of tokens, and `input_of`, each pair's input.
       limit: seconds of scoring.
-      tokens_per_batch: see grouping.make_batching.
+      tokens_per_batch: see engine.Engine.
     """
     from train_step import memory, model_of
 
@@ -89,18 +91,21 @@ def measured(
     partitioning = choose(Layout(**values["layout"]), model.config)
     params = random_parameters(model, partitioning)
     pairs = random_pairs(lengths, model.config.vocab_size)
-    plan = make_batching(pairs, tokens_per_batch or default_tokens_per_batch())
-    engine = Engine(params, model)
+    engine = Engine(params, model, tokens_per_batch=tokens_per_batch)
+    plan = engine.plan(pairs)
     before = time.perf_counter()
-    first_of_each = {_shape(batch): batch for batch in reversed(plan.batches)}
-    scored(engine, pairs, plan, list(first_of_each.values()))
+    one_of_each = {
+        shape: batch
+        for batch in plan.batches
+        for shape in (batch.shape, *(each.shape for each in batch.microbatches))
+    }
+    scored(engine, pairs, plan, list(dict.fromkeys(one_of_each.values())))
     compiling, programs = time.perf_counter() - before, compiled()
-    order = np.random.default_rng(0).permutation(len(plan.batches))
-    done, count, seconds = scored(engine, pairs, plan, [plan.batches[n] for n in order], limit)
-    tokens, every = (sum(map(padded_tokens, batches)) for batches in (done, plan.batches))
+    done, count, seconds = scored(engine, pairs, plan, in_random_blocks(plan.batches), limit)
+    every = plan.padded_inputs + plan.padded_targets
     return {
         "device": f"{partitioning}, jax {jax.__version__}",
-        "shapes": len(first_of_each),
+        "programs": len(plan.programs),
         "compiling": compiling,
         "compiled_later": compiled() - programs,
         "pairs": count,
@@ -108,7 +113,7 @@ def measured(
         "seconds": seconds,
         "host": host_seconds(done, pairs),
         "rate": count / seconds,
-        "suite": seconds * every / tokens,
+        "suite": seconds * every / padded_tokens(done),
         "memory": memory(),
     }
 
@@ -139,9 +144,15 @@ def random_pairs(lengths: dict[str, np.ndarray], vocabulary: int) -> Pairs:
     return Pairs(texts(lengths["inputs"]), texts(lengths["targets"]), input_of, number)
 
 
+def in_random_blocks(batches: Sequence[DecoderBatch]) -> list[DecoderBatch]:
+    """Batches whose neighbors, which share microbatches, mostly stay together."""
+    starts = np.random.default_rng(0).permutation(np.arange(0, len(batches), _BLOCK))
+    return [batch for start in starts for batch in batches[start : start + _BLOCK]]
+
+
 def scored(
-    engine: Engine, pairs: Pairs, plan: Batching, batches: list[PlannedBatch], limit: float = np.inf
-) -> tuple[list[PlannedBatch], int, float]:
+    engine: Engine, pairs: Pairs, plan: Plan, batches: list[DecoderBatch], limit: float = np.inf
+) -> tuple[list[DecoderBatch], int, float]:
     """Scores batches until the time is up: those done, the number of their pairs, and seconds."""
     started, done, count = time.perf_counter(), [], 0
     some = dataclasses.replace(plan, batches=tuple(batches))
@@ -154,26 +165,30 @@ def scored(
     return done, count, time.perf_counter() - started
 
 
-def host_seconds(batches: list[PlannedBatch], pairs: Pairs) -> float:
+def host_seconds(batches: list[DecoderBatch], pairs: Pairs) -> float:
     """Seconds that the host takes for the arrays of batches."""
     started = time.perf_counter()
     for batch in batches:
-        batch.inputs(pairs), batch.decoder_rows(pairs)
+        batch.arrays(pairs)
+    for microbatch in microbatches_of(batches):
+        microbatch.arrays(pairs)
     return time.perf_counter() - started
 
 
-def padded_tokens(batch: PlannedBatch) -> int:
-    """Entries of a batch's arrays."""
-    return batch.size * (batch.inputs_length + batch.targets_length)
+def microbatches_of(batches: list[DecoderBatch]) -> set[Microbatch]:
+    """The distinct microbatches that batches read."""
+    return {each for batch in batches for each in batch.microbatches}
+
+
+def padded_tokens(batches: list[DecoderBatch]) -> int:
+    """Entries of the batches' arrays."""
+    inputs = sum(each.inputs.size * each.length for each in microbatches_of(batches))
+    return inputs + sum(batch.pairs.size * batch.length for batch in batches)
 
 
 def compiled() -> int:
     """Programs that scoring has compiled so far."""
     return encode._cache_size() + decode._cache_size()
-
-
-def _shape(batch: PlannedBatch) -> tuple[int, int, int]:
-    return batch.size, batch.inputs_length, batch.targets_length
 
 
 def lengths_of_suite() -> dict[str, np.ndarray]:

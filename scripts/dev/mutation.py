@@ -46,7 +46,6 @@ MODULES = (
     "t0repro/training/losses.py",
     "t0repro/evaluation/rank.py",
     "t0repro/evaluation/grouping.py",
-    "t0repro/evaluation/packing.py",
     "t0repro/reports/statistics.py",
     "t0repro/parity/report.py",
     "t0repro/parameters/naming.py",

@@ -3,9 +3,9 @@
 A model without an encoder reads each pair as one text, so it reads an input once for each choice.
 
 A pair's score is the one that Mesh TensorFlow's mode "score" gives: the sum over the choice's
-tokens, EOS included, of log p given the input. In float32 the two agree to rounding for any batch
-size, grouping and order, because neither the rows of a batch nor the segments of a row (packed
-inputs, and their choices) attend to each other.
+tokens, EOS included, of log p given the input. In float32 the two agree to rounding. The lengths of
+input and choice alone decide the programs that compute it (see `grouping`), so on one kind of
+machine its bits do not depend on other pairs, their order or the number of devices.
 """
 
 from __future__ import annotations
@@ -22,31 +22,33 @@ import numpy as np
 
 from t0repro.errors import UserError
 from t0repro.evaluation.grouping import (
-    Batching,
-    DecoderRows,
-    PlannedBatch,
-    TextRows,
-    make_batching,
-    side_by_side,
+    DecoderBatch,
+    Microbatch,
+    Plan,
+    Sizes,
+    TextBatch,
+    make_plan,
 )
 from t0repro.evaluation.pairs import Pairs, collect_pairs
+from t0repro.model.layers import KeysAndValues
 from t0repro.model.shapes import Array, Float, Int
 from t0repro.model.t5 import T5, make_cross_attention_cache
 from t0repro.model.towers import CrossAttentionCache
 from t0repro.partitioning.devices import (
     MODEL,
+    constrain,
     count_data_shards,
     fetch,
     find_mesh,
-    pad_rows,
     use_devices_of,
 )
 from t0repro.progress import say
 from t0repro.training.token_losses import cross_entropy, map_targets
-from t0repro.words import counted
 
-TOKENS_PER_BATCH = {"cpu": 4096, "gpu": 65536, "tpu": 65536}
 _IN_FLIGHT = 2  # batches dispatched before the oldest one's scores are waited for
+# Keys and values of a decoder batch: bytes, and tokens at least and, by platform, at most. A CPU
+# gains nothing from more.
+_MEMORY_BYTES, _LEAST_MEMORY, _MOST_MEMORY = 1 << 32, 2048, {"cpu": 8192}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +74,8 @@ class Engine:
       params: the model's parameters, a nested dictionary.
       model: the model; its dtype policy governs activations, the log-softmax is float32.
       misses: whether to count the targets that greedy decoding would not have chosen.
+      tokens_per_batch: input tokens whose scores are under way on a device at once, rounded to
+        whole microbatches; None for two. It changes no score.
       note_rounding: called with what changes the last bits of the scores that follow, so that
         another run's may differ.
     """
@@ -82,20 +86,32 @@ class Engine:
         model: T5,
         *,
         misses: bool = False,
+        tokens_per_batch: int | None = None,
         note_rounding: Callable[[str], object] = lambda by: None,
     ):
         self.params, self.model, self.misses = params, model, misses
-        self._note_rounding = note_rounding
-        # (inputs_length, targets_length) -> most rows that fit, for shapes of which a batch did not
-        # fit.
-        self._halved: dict[tuple[int, int], int] = {}
+        self._tokens, self._note_rounding = tokens_per_batch, note_rounding
+        self._sizes = _default_sizes(model)
+        # Room for keys and values: of the last microbatches, and of what decoder batches read, by
+        # shape. It is overwritten in place, since a CPU takes longer for fresh memory than to copy.
+        self._rooms: dict[tuple[int, ...] | str, CrossAttentionCache] = {}
+        self._room_for = 0
 
-    def run(self, pairs: Pairs, plan: Batching) -> Iterator[Scored]:
+    def plan(self, pairs: Pairs, todo: Int[np.ndarray, " todo"] | None = None) -> Plan:
+        """The batches that score pairs, all by default, on the parameters' devices."""
+        return make_plan(
+            pairs,
+            self._sizes,
+            count_data_shards(self.params),
+            todo,
+            decoder_only=self.model.config.decoder_only,
+        )
+
+    def run(self, pairs: Pairs, plan: Plan) -> Iterator[Scored]:
         """Yields each batch's scores, in the plan's order.
 
-        While the device works on one batch, the host prepares the next. Devices that divide the
-        rows get a batch of the plan each. A batch that does not fit in the device's memory is split
-        in two, and so is every later batch of that size.
+        While the device works on one batch, the host prepares the next. If a batch does not fit in
+        the device's memory, it and all that follow are planned again, half as large.
 
         Raises:
           UserError: if not even one row fits.
@@ -103,122 +119,116 @@ class Engine:
         mesh = find_mesh(self.params)
         if plan.batches and mesh is not None and mesh.shape[MODEL] > 1:
             self._note_rounding(f"{mesh.shape[MODEL]} devices that share each layer")
-        waiting: deque[tuple[PlannedBatch, Any]] = deque()
-        for batch in side_by_side(plan.batches, count_data_shards(self.params)):
-            waiting.append((batch, self._attempt(batch, pairs)))
-            if len(waiting) >= _IN_FLIGHT:
-                yield self._finish(*waiting.popleft(), pairs)
-        while waiting:
-            yield self._finish(*waiting.popleft(), pairs)
-
-    def _attempt(self, batch: PlannedBatch, pairs: Pairs) -> Any:
-        """Starts a batch; None if it is known not to fit, or starting it ran out of memory."""
-        limit = self._halved.get((batch.inputs_length, batch.targets_length))
-        if limit is not None and batch.size > limit:
-            return None
+        encoded: set[Microbatch] = set()
+        waiting: deque[tuple[DecoderBatch | TextBatch, Any]] = deque()
+        most = max(1, self._tokens // plan.sizes.inputs) if self._tokens else _IN_FLIGHT
+        finished = 0
         try:
-            return self._dispatch(batch, pairs)
+            for batch in plan.batches:
+                waiting.append((batch, self._dispatch(batch, pairs, encoded)))
+                if len(waiting) >= most:
+                    scored = self._finish(*waiting[0], pairs)
+                    waiting.popleft()
+                    finished += 1
+                    yield scored
+            while waiting:
+                scored = self._finish(*waiting[0], pairs)
+                waiting.popleft()
+                finished += 1
+                yield scored
+            return
         except jax.errors.JaxRuntimeError as error:
-            self._too_large(batch, error)
-            return None
+            self._halve(plan, plan.batches[finished], error)
+        waiting.clear()
+        self._rooms.clear()
+        left = [batch.pairs for batch in plan.batches[finished:]]
+        todo = np.concatenate([rows[rows >= 0] for rows in left])
+        yield from self.run(pairs, self.plan(pairs, todo))
 
-    def _finish(self, batch: PlannedBatch, started: Any, pairs: Pairs) -> Scored:
-        """Waits for a started batch's scores; scores it in halves if it did not fit."""
-        if started is not None:
-            try:
-                # Dispatch is asynchronous: running out of memory may surface only at this fetch.
-                return _sum_by_pair(
-                    batch, [(rows, jax.tree.map(fetch, values)) for rows, values in started]
-                )
-            except jax.errors.JaxRuntimeError as error:
-                self._too_large(batch, error)
-        parts = [
-            self._finish(half, self._attempt(half, pairs), pairs)
-            for half in batch.halves()
-            if half.rows
-        ]
-        misses = [part.misses for part in parts if part.misses is not None]
-        return Scored(
-            np.concatenate([part.pairs for part in parts]),
-            np.concatenate([part.scores for part in parts]),
-            np.concatenate(misses) if misses else None,
-        )
-
-    def _too_large(self, batch: PlannedBatch, error: Exception) -> None:
-        """Records that a batch size does not fit; re-raises any other error."""
+    def _halve(self, plan: Plan, batch: DecoderBatch | TextBatch, error: Exception) -> None:
+        """Halves the sizes of later plans after running out of memory; re-raises other errors."""
         # XLA's own status; some backends only mention it in the message.
         if "RESOURCE_EXHAUSTED" not in str(error) and "out of memory" not in str(error).lower():
             raise error
-        where = f"{batch.inputs_length} input and {batch.targets_length} target tokens"
-        if batch.size == 1:
+        sizes = plan.sizes.halved()
+        if not sizes.inputs:
+            length = max(each.length for each in batch.microbatches or (batch,))
             raise UserError(
-                f"Not even one input of {where} fits into the device's memory.",
+                f"Not even one input of {length} tokens fits into the device's memory.",
                 fix="Evaluate on a larger device, or shorten the inputs.",
             ) from error
-        if not self._halved:
-            self._note_rounding("batches that were split to fit the memory")
-        half = (batch.size + 1) // 2
-        self._halved[batch.inputs_length, batch.targets_length] = half
-        say(f"Out of memory with {counted(batch.size, 'row')} of {where}: continuing with {half}.")
+        self._note_rounding("batches that were split to fit the memory")
+        self._sizes = sizes
+        say(
+            f"Out of memory with {plan.sizes.inputs} input tokens at once: continuing with"
+            f" {sizes.inputs}."
+        )
 
     def _dispatch(
-        self, batch: PlannedBatch, pairs: Pairs
-    ) -> list[tuple[DecoderRows | TextRows, dict[str, jax.Array]]]:
+        self,
+        batch: DecoderBatch | TextBatch,
+        pairs: Pairs,
+        encoded: set[Microbatch],
+    ) -> dict[str, jax.Array]:
         """Queues a batch on the device and returns without waiting for it."""
-        if self.model.config.decoder_only:
-            with use_devices_of(self.params):
-                return [(rows, self._read(rows)) for rows in batch.text_rows(pairs)]
-        inputs, segments = self._pad_rows(*batch.inputs(pairs))
-        with use_devices_of(self.params):
-            memory = encode(self.model, self.params, inputs, segments)
-            return [
-                (
-                    rows,
-                    decode(
-                        self.model,
-                        self.params,
-                        memory,
-                        segments,
-                        *self._pad_rows(rows.targets, rows.segments, rows.reads),
-                        misses=self.misses,
-                    ),
-                )
-                for rows in batch.decoder_rows(pairs)
-            ]
+        model, params, misses = self.model, self.params, self.misses
+        with use_devices_of(params):
+            if isinstance(batch, TextBatch):
+                return read_texts(model, params, *batch.arrays(pairs), misses=misses)
+            if self._room_for != batch.memory:
+                self._rooms.clear()
+                self._room_for = batch.memory
+            kept = self._rooms.pop("kept", None) or make_room(
+                model, len(batch.pairs), batch.kept + batch.memory
+            )
+            for each in batch.microbatches:
+                if each not in encoded:
+                    kept = encode(model, params, kept, *each.arrays(pairs), np.int32(each.start))
+                    encoded.add(each)
+            read = self._rooms.pop(batch.shape, None) or make_room(
+                model, batch.pairs.size, batch.memory
+            )
+            targets, starts, lengths = batch.arrays(pairs)
+            values, read = decode(
+                model, params, read, kept, starts, lengths, targets, misses=misses
+            )
+            self._rooms |= {"kept": kept, batch.shape: read}
+            return values
 
-    def _read(self, rows: TextRows) -> dict[str, jax.Array]:
-        arrays = self._pad_rows(rows.texts, rows.segments, rows.full_attention)
-        return read_texts(self.model, self.params, *arrays, misses=self.misses)
+    def _finish(
+        self, batch: DecoderBatch | TextBatch, started: Mapping[str, jax.Array], pairs: Pairs
+    ) -> Scored:
+        """Waits for a started batch's values, and sums them for each pair, in float64."""
+        real = batch.pairs >= 0
+        # Dispatch is asynchronous: running out of memory may surface only at this fetch.
+        sums = {
+            name: fetch(values).astype(np.float64).sum(-1)[real] for name, values in started.items()
+        }
+        return Scored(batch.pairs[real], sums["log_p"], sums.get("misses"))
 
-    def _pad_rows(self, *arrays: np.ndarray) -> list[np.ndarray]:
-        """Arrays padded with rows until they shard evenly across the devices."""
-        return [pad_rows(x, count_data_shards(self.params)) for x in arrays]
+
+def _default_sizes(model: T5) -> Sizes:
+    """How much a device computes at once: follows from the model and the platform alone."""
+    config = model.config
+    width = 2 * config.num_decoder_layers * config.num_heads * config.d_kv
+    fits = _MEMORY_BYTES // (width * jnp.dtype(model.dtypes.activation).itemsize)
+    most = _MOST_MEMORY.get(jax.default_backend(), 1 << 17)
+    memory = min(max(1 << fits.bit_length() - 1, _LEAST_MEMORY), most)
+    return Sizes(max(512, memory // 16), memory)
 
 
-def score_pairs(
-    params: dict,
-    model: T5,
-    pairs: Pairs,
-    tokens_per_batch: int | None = None,
-) -> Float[np.ndarray, " pairs"]:
+def score_pairs(params: dict, model: T5, pairs: Pairs) -> Float[np.ndarray, " pairs"]:
     """Log-likelihood of every pair: float64 [pairs], natural logarithm, not divided by length.
 
     Args:
       params: the model's parameters.
       model: the model.
       pairs: what to score.
-      tokens_per_batch: see grouping.make_batching; defaults to a size for the device.
     """
-    tokens = tokens_per_batch or default_tokens_per_batch()
-    scores = np.zeros(len(pairs))
-    for scored in Engine(params, model).run(pairs, make_batching(pairs, tokens)):
+    engine, scores = Engine(params, model), np.zeros(len(pairs))
+    for scored in engine.run(pairs, engine.plan(pairs)):
         scores[scored.pairs] = scored.scores
     return scores
-
-
-def default_tokens_per_batch() -> int:
-    """Default number of tokens that a device processes at once."""
-    return TOKENS_PER_BATCH.get(jax.default_backend(), 4096)
 
 
 def score_examples(
@@ -226,7 +236,6 @@ def score_examples(
     model: T5,
     examples: Sequence[Mapping[str, Any]],
     lengths: Mapping[str, int] | None,
-    tokens_per_batch: int | None = None,
 ) -> Float[np.ndarray, " examples"]:
     """Log-likelihood of each example's target given its input: float32 [examples], natural log.
 
@@ -235,119 +244,150 @@ def score_examples(
       model: the model.
       examples: token ids under `inputs` and `targets`; of any number of tasks.
       lengths: maximum tokens per feature; longer ones are truncated. None keeps all.
-      tokens_per_batch: see grouping.make_batching.
     """
     pairs = collect_pairs(examples, lengths)
-    return pairs.expand_to_examples(score_pairs(params, model, pairs, tokens_per_batch)).astype(
-        np.float32
-    )
+    return pairs.expand_to_examples(score_pairs(params, model, pairs)).astype(np.float32)
 
 
-def _sum_by_pair(
-    batch: PlannedBatch, parts: Sequence[tuple[DecoderRows | TextRows, Mapping[str, np.ndarray]]]
-) -> Scored:
-    """Sums the tokens' values for each pair, in float64."""
-    pairs = batch.pairs
-    place = {int(pair): at for at, pair in enumerate(pairs)}
-    sums = {name: np.zeros(len(pairs)) for name in parts[0][1]}
-    for rows, values in parts:
-        real = rows.pair >= 0
-        at = np.array([place[int(pair)] for pair in rows.pair[real]], np.int64)
-        for name, value in values.items():
-            # Rows beyond those of `rows` are padding that lets the batch shard evenly across
-            # devices.
-            weights = value[: len(rows.pair)][real].astype(np.float64)
-            # Packing may put a pair's tokens anywhere, so sum them by owner.
-            sums[name] += np.bincount(at, weights=weights, minlength=len(pairs))
-    return Scored(pairs, sums["log_p"], sums.get("misses"))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def make_room(model: T5, rows: int, tokens: int) -> CrossAttentionCache:
+    """Zeros in place of the keys and values of so many rows and tokens."""
+    config = model.config
+    zeros = jnp.zeros((rows, config.num_heads, tokens, config.d_kv), model.dtypes.activation)
+    zeros = constrain(zeros, "batch", "heads", None, None)
+    return (KeysAndValues(zeros, zeros),) * config.num_decoder_layers
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def encode(
     model: T5,
     params: dict,
-    inputs: Int[Array, "batch length"],
-    segments: Int[Array, "batch length"],
+    kept: CrossAttentionCache,
+    inputs: Int[Array, "parts rows length"],
+    lengths: Int[Array, "parts rows"],
+    start: Int[Array, ""],
 ) -> CrossAttentionCache:
-    """Encodes inputs: the decoder's cross-attention keys and values, on the device."""
-    encoded = model.apply(
-        {"params": params}, jnp.asarray(inputs), jnp.asarray(segments), method=T5.encode
-    )
+    """Encodes inputs, and puts the decoder's keys and values for them among those that are kept.
+
+    Args:
+      model: the model.
+      params: its parameters.
+      kept: [parts, heads, tokens, d_kv] each; they are overwritten.
+      inputs: token ids.
+      lengths: tokens of each input.
+      start: where in `kept` each device's go, one row after the other.
+    """
+    parts, rows, length = inputs.shape
+    ids = jnp.reshape(jnp.asarray(inputs), (-1, length))
+    segments = _mark_first(lengths, length)
+    encoded = model.apply({"params": params}, ids, segments, method=T5.encode)
     assert isinstance(encoded, jax.Array)
-    return make_cross_attention_cache(model, params, encoded)
+    encoded = constrain(encoded.reshape(parts, rows * length, -1), "batch", None, None)
+    found = make_cross_attention_cache(model, params, encoded)
+    return jax.tree.map(
+        lambda old, new: jax.lax.dynamic_update_slice(old, new, (0, 0, start, 0)), kept, found
+    )
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="misses")
+@functools.partial(jax.jit, static_argnums=0, static_argnames="misses", donate_argnums=2)
 def decode(
     model: T5,
     params: dict,
-    memory: CrossAttentionCache,
-    encoded_segments: Int[Array, "batch memory"],
-    targets: Int[Array, "batch length"],
-    segments: Int[Array, "batch length"],
-    reads: Int[Array, "batch length"],
+    read: CrossAttentionCache,
+    kept: CrossAttentionCache,
+    starts: Int[Array, "parts rows"],
+    lengths: Int[Array, "parts rows"],
+    targets: Int[Array, "parts rows length"],
     misses: bool = False,
-) -> dict[str, Float[Array, "batch length"]]:
-    """Values of each target given its input and the targets before it in its segment.
+) -> tuple[dict[str, Float[Array, "parts rows length"]], CrossAttentionCache]:
+    """Values of each target given its input and the targets before it, 0 at padding; and `read`.
 
     `log_p` is its log-probability; `misses` is 1 where another token is more likely, else 0.
 
     Args:
       model: the model.
       params: its parameters.
-      memory: what `encode` returned.
-      encoded_segments: the encoder's segment ids.
-      targets: token ids of the choices of the row's inputs, packed.
-      segments: segment ids of the choices, from 1; 0 at padding.
-      reads: the input segment that each target token attends to.
+      read: [all rows, heads, memory, d_kv] each; overwritten by the keys and values of each row's
+        input, and whatever is behind them.
+      kept: what `encode` returned.
+      starts: where in `kept` those of each row's input begin, on its device.
+      lengths: tokens of each row's input.
+      targets: token ids of a choice in each row; 0 at padding.
       misses: whether to return `misses` too.
     """
+
+    def gather(room: Array, kept: Array) -> Array:
+        def slice_of(kept: Array, start: Array) -> Array:
+            return jax.lax.dynamic_slice(kept, (0, start, 0), room.shape[1:])
+
+        slices = jax.vmap(jax.vmap(slice_of, (None, 0)))(kept, jnp.asarray(starts))
+        found = constrain(slices.reshape(room.shape), "batch", "heads", None, None)
+        return jax.lax.dynamic_update_slice(room, found, (0, 0, 0, 0))
+
+    read = jax.tree.map(gather, read, kept)
+    rows = jnp.reshape(jnp.asarray(targets), (-1, targets.shape[-1]))
+    segments = jnp.minimum(rows, 1)
     hidden = model.apply(
         {"params": params},
-        memory,
-        encoded_segments,
-        targets,
+        read,
+        _mark_first(lengths, read[0].key.shape[2]),
+        rows,
         segments,
-        segments_read=reads,
+        # Also at padding, which then reads what its row does.
+        segments_read=jnp.ones_like(rows),
         hidden=True,
         method=T5.decode,
     )
-    return _token_values(model, params, hidden, targets, misses)
+    return _token_values(model, params, hidden, rows, segments, targets.shape, misses), read
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="misses")
 def read_texts(
     model: T5,
     params: dict,
-    texts: Int[Array, "batch length"],
-    segments: Int[Array, "batch length"],
-    full_attention: Int[Array, "batch length"],
+    texts: Int[Array, "parts rows length"],
+    lengths: Int[Array, "parts rows"],
+    read: Int[Array, "parts rows"],
     misses: bool = False,
-) -> dict[str, Float[Array, "batch length"]]:
-    """The values of `decode` for each token of the texts of a model without an encoder.
+) -> dict[str, Float[Array, "parts rows length"]]:
+    """The values of `decode` for each choice's tokens in the texts of a model without an encoder.
 
     Args:
       model: the model.
       params: its parameters.
-      texts: see grouping.TextRows, as for the next two.
-      segments: segment ids.
-      full_attention: where a prefix LM attends in both directions.
+      texts: token ids of an input and a choice in each row; 0 at padding.
+      lengths: tokens of each text.
+      read: tokens of its input. A prefix LM attends in both directions there, and at the position
+        that reads its last token (T5X's decoder_causal_attention).
       misses: whether to return `misses` too.
 
     Source: t5x.models.DecoderOnlyModel.score_batch.
     """
+    rows = jnp.reshape(jnp.asarray(texts), (-1, texts.shape[-1]))
+    segments, inputs = (_mark_first(each, rows.shape[1]) for each in (lengths, read))
     batch = {
-        "targets": texts,
+        "targets": rows,
         "targets_segmentation": segments,
-        "full_attention": full_attention,
+        "full_attention": _mark_first(jnp.asarray(read) + 1, rows.shape[1]),
     }
     hidden = model.apply({"params": params}, batch, hidden=True)
-    return _token_values(model, params, hidden, texts, misses)
+    return _token_values(model, params, hidden, rows, segments - inputs, texts.shape, misses)
+
+
+def _mark_first(lengths: Int[Array, "parts rows"], length: int) -> Int[Array, "all_rows length"]:
+    """1 at as many positions of each row, then 0."""
+    return (jnp.arange(length) < jnp.reshape(jnp.asarray(lengths), (-1, 1))).astype(jnp.int32)
 
 
 def _token_values(
-    model: T5, params: dict, hidden: Any, targets: Int[Array, "batch length"], misses: bool
-) -> dict[str, Float[Array, "batch length"]]:
+    model: T5,
+    params: dict,
+    hidden: Any,
+    targets: Int[Array, "rows length"],
+    scored: Int[Array, "rows length"],
+    shape: tuple[int, ...],
+    misses: bool,
+) -> dict[str, Float[Array, "parts rows length"]]:
     assert isinstance(hidden, jax.Array)
 
     def token_values(logits: Array, targets: Array) -> dict[str, Array]:
@@ -356,4 +396,5 @@ def _token_values(
             values["misses"] = (jnp.argmax(logits, -1) != targets).astype(jnp.float32)
         return values
 
-    return map_targets(model, params, hidden, targets, token_values)
+    values = map_targets(model, params, hidden, targets, token_values)
+    return {name: jnp.where(scored > 0, x, 0).reshape(shape) for name, x in values.items()}

@@ -85,13 +85,31 @@ def package_versions() -> dict[str, str]:
     return {"python": platform.python_version(), **versions}
 
 
+def rounds_alike(device: str | None) -> bool:
+    """Whether scores computed on a `jax_device` have the bits that they have here."""
+    # Not on how many devices: each computes the same programs.
+    return (device or "").partition(" x ")[2] == jax_device().partition(" x ")[2]
+
+
 def jax_device(rounded_by: Collection[str] = ()) -> str:
     """The devices that JAX computes on, and what changed the last bits of scores there."""
     import jax
 
     kind = jax.devices()[0].device_kind
     device = f"{jax.device_count()} x {kind}, {os.cpu_count()} CPU cores"
+    if kind == "cpu":
+        device += f" of {_name_processor()}"
     return f"{device}, scores rounded by {' and by '.join(rounded_by)}" if rounded_by else device
+
+
+def _name_processor() -> str:
+    """The processor's name, as far as the system says it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
 
 
 def _facts(checkpoint: Checkpoint, used: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class EvaluationSettings:
       lengths: maximum tokens per feature; T0's are 1,024 and 256. Decoded outputs may be as long
         as targets.
       activation: dtype of the activations.
-      tokens_per_batch: see grouping.make_batching; defaults to a size for the device.
+      tokens_per_batch: see engine.Engine.
       use_cached: read tasks from SeqIO's cache.
       calibrated: also score every choice given a content-free input.
       modes: some of selection.MODES: "rank" ranks answer choices, "generate" decodes.
@@ -190,7 +190,7 @@ def check_settings(
 def _decisive(mixture: str, settings: EvaluationSettings) -> dict[str, Any]:
     """What makes two evaluations of one checkpoint different, in JSON's types."""
     decisive = {"mixture": mixture, **dataclasses.asdict(settings)}
-    # The first changes scores by rounding alone, and the second adds rows that came since.
+    # The first changes no score, and the second adds rows that came since.
     del decisive["tokens_per_batch"], decisive["skip_missing"]
     # Not asdict's copy, which keeps the type of the mapping.
     return json.loads(json.dumps({**decisive, "lengths": dict(settings.lengths)}))

@@ -1,225 +1,211 @@
-"""Groups pairs into batches of few shapes with little padding, chosen from the data.
+"""Plans which fixed program scores each pair, so that its score has the same bits in any company.
 
-A batch has encoder rows of packed inputs (see below), all of one length, and decoder rows of
-their choices, all of another, so that each input is encoded once for all its choices. Row lengths
-minimize the estimated cost on the available data. They come from a small set shared by all plans,
-so that plans made one by one compile few shapes in total.
+A program computes a row alike in any place and beside any others, and only its shape changes bits.
+So each input and each choice has a row of its own, and its length alone decides the shape:
 
-One device computes one batch at a time. Equal batches give bitwise equal scores, so plans do not
-depend on the number of devices or on what was scored before.
+    microbatch      inputs of one length class, always as many rows as the class has
+    decoder batch   choices of one class, always as many rows as it has with these keys and values;
+                    each row reads those of its input, in any of the last microbatches
+
+Lengths are padded to few classes, and the last batch of a class with empty rows. On several devices
+each computes batches of these same shapes. A model without an encoder reads an input and a choice
+as one text, which is then all that has a length.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from t0repro.evaluation.packing import Item, Row, pack, split_into_pieces
 from t0repro.evaluation.pairs import Pairs
 from t0repro.model.shapes import Int
 
-# Row lengths are powers of two times these, and for targets half as much again: 16, 24, 32, 48.
-SHORTEST_INPUTS, SHORTEST_TARGETS = 32, 16
-# Cost of one more shape, in encoder tokens: about what a CPU computes with a small T5 while XLA
-# compiles it.
-TOKENS_PER_SHAPE = 4096
-# A decoder token costs this many encoder tokens (attention to the inputs, logits), and a token in a
-# row of length n costs 1 + n / ATTENTION_LENGTH. Measured with T5 1.1 small on a CPU: 1.9, and
-# 257, 281, 309, 363 microseconds at n = 64, 128, 256, 512.
-TARGET_COST = 2.0
-ATTENTION_LENGTH = 1100
-MAX_INPUT_LEVELS, MAX_TARGET_LEVELS = 8, 4
-# Shortest rows to try; each further length is twice the one before.
-_SHORTEST_ROWS = (32, 64, 128, 256, 512)
-_MOST_CUTS = 64  # candidate boundaries between groups; bounds the search's quadratic cost
-_FILLED = 0.95  # assumed fill of packed rows when estimating costs
-_MORE = (1, 1.15, 1.3, 1.5, 1.75, 2.0)  # multiples of the estimated target tokens per row, to try
-_SAMPLE = 1500  # about how many inputs to try them on
+SHORTEST_INPUT, SHORTEST_CHOICE, SHORTEST_MEMORY = 32, 4, 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How much one device computes at once, which decides the programs' numbers of rows.
+
+    Attributes:
+      inputs: tokens of a microbatch, padding included; an input that is longer is alone.
+      memory: tokens of keys and values in a decoder batch, over all of its rows.
+    """
+
+    inputs: int = 512
+    memory: int = 8192
+
+    def input_rows(self, length: int) -> int:
+        """Rows of a microbatch of this length, or of a batch of texts."""
+        return max(1, self.inputs // length)
+
+    def page(self, memory: int) -> int:
+        """Tokens of keys and values that a microbatch may give."""
+        return max(self.inputs, memory)
+
+    def pages(self, memory: int) -> int:
+        """Microbatches whose keys and values are on the device, for choices to read."""
+        return max(1, self.memory // 2 // self.page(memory))
+
+    def choice_rows(self, length: int, memory: int) -> int:
+        """Rows of a decoder batch of this length that read inputs of up to `memory` tokens."""
+        return max(1, min(self.memory // 32 // length, self.memory // memory))
+
+    def halved(self) -> Sizes:
+        """Half as much at once."""
+        return Sizes(self.inputs // 2, self.memory // 2)
+
+
+def input_class(tokens: int) -> int:
+    """The padded length of an input: 32, 48, 64, 80, ..., 128, 160, ..., 256, 320 and so on."""
+    return _round_up(max(tokens, SHORTEST_INPUT), max(16, _power_below(tokens) // 4))
+
+
+def choice_class(tokens: int) -> int:
+    """The padded length of a choice: 4, 8, 16, 24, 32, 48, 64, 96 and so on."""
+    if tokens <= SHORTEST_CHOICE:
+        return SHORTEST_CHOICE
+    return _round_up(tokens, max(8, _power_below(tokens) // 2))
+
+
+def memory_class(length: int) -> int:
+    """The number of keys and values that choices of an input of this length read: 64, 128, ..."""
+    return max(SHORTEST_MEMORY, 2 * _power_below(length))
+
+
+def _power_below(number: int) -> int:
+    """The largest power of two that is smaller, at least 1."""
+    return 1 << max(0, (number - 1).bit_length() - 1)
+
+
+def _round_up(number: int, step: int) -> int:
+    return -(-number // step) * step
 
 
 # eq=False: a generated __eq__ fails, since comparing arrays gives an array, not a bool.
 @dataclasses.dataclass(frozen=True, eq=False)
-class DecoderRows:
-    """The decoder's rows of a batch: one row of choices for each row of inputs.
+class Microbatch:
+    """Inputs that are encoded together, a row for each, on each device as many rows.
 
     Attributes:
-      targets: token ids, 0 at padding.
-      segments: segment ids, 1, 2, ... by choice; 0 at padding.
-      reads: the input segment that each token's choice belongs to; 0 at padding.
-      pair: the pair that each token belongs to; -1 at padding.
+      inputs: the inputs' numbers, by device and row; -1 at empty rows.
+      length: tokens of a row, padding included.
+      start: where the keys and values of its rows are kept on each device, in tokens.
     """
 
-    targets: Int[np.ndarray, "batch length"]
-    segments: Int[np.ndarray, "batch length"]
-    reads: Int[np.ndarray, "batch length"]
-    pair: Int[np.ndarray, "batch length"]
+    inputs: Int[np.ndarray, "parts rows"]
+    length: int
+    start: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows on a device, and tokens of a row."""
+        return self.inputs.shape[1], self.length
+
+    def arrays(self, pairs: Pairs) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids [parts, rows, length], and each row's number of tokens [parts, rows]."""
+        return _pad([pairs.inputs[n] if n >= 0 else () for n in self.inputs.flat],
+                    self.inputs.shape, self.length)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class TextRows:
-    """Rows of a model without an encoder, which reads a pair's input and choice as one text.
+class DecoderBatch:
+    """Choices that are scored together, a row for each, on each device as many rows.
 
     Attributes:
-      texts: token ids, 0 at padding.
-      segments: segment ids, 1, 2, ... by text; 0 at padding.
-      full_attention: 1 where a prefix LM attends in both directions (T5X's
-        decoder_causal_attention): at an input and at the position that reads its last token.
-      pair: the pair that each choice's token belongs to; -1 at inputs and padding.
+      pairs: their numbers, by device and row; -1 at empty rows.
+      length: tokens of a row, padding included.
+      memory: keys and values that a row reads, padding included.
+      microbatches: where the inputs are. No batch reads one after another was kept in its place.
+      kept: tokens of keys and values that are kept on a device.
+      starts: where those of each row begin. Behind all is zero, which an empty input reads.
     """
 
-    texts: Int[np.ndarray, "batch length"]
-    segments: Int[np.ndarray, "batch length"]
-    full_attention: Int[np.ndarray, "batch length"]
-    pair: Int[np.ndarray, "batch length"]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class PlannedBatch:
-    """Rows of inputs to encode together, with the choices to decode for each.
-
-    Attributes:
-      rows: the packed rows, at most `size`.
-      size: number of rows of the arrays; rows beyond `rows` are padding.
-      inputs_length: tokens in a row of inputs, padding included.
-      targets_length: tokens in a row of targets, padding included.
-    """
-
-    rows: tuple[Row, ...]
-    size: int
-    inputs_length: int
-    targets_length: int
+    pairs: Int[np.ndarray, "parts rows"]
+    length: int
+    memory: int
+    microbatches: tuple[Microbatch, ...]
+    kept: int
+    starts: Int[np.ndarray, "parts rows"]
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Rows, input tokens of a row and target tokens of a row."""
-        return self.size, self.inputs_length, self.targets_length
+        """Rows on a device, tokens of a row, and keys and values that it reads."""
+        return self.pairs.shape[1], self.length, self.memory
 
-    def digest(self, pairs: Pairs) -> bytes:
-        """16-byte digest of everything that determines the batch's scores but model and device."""
-        digest = hashlib.blake2b(repr(self.shape).encode(), digest_size=16)
-        for row in self.rows:
-            for piece in row.pieces:
-                digest.update(b"".join(pairs.digest(pair) for pair in piece) + b";")
-        return digest.digest()
-
-    @property
-    def pairs(self) -> Int[np.ndarray, " pairs"]:
-        """The pairs that the batch scores."""
-        return np.array([p for row in self.rows for piece in row.pieces for p in piece], np.int64)
-
-    def halves(self) -> tuple[PlannedBatch, PlannedBatch]:
-        """Splits the rows into two batches of half the size, rounded up."""
-        size = (self.size + 1) // 2
-        first, second = self.rows[:size], self.rows[size:]
-        return dataclasses.replace(self, rows=first, size=size), dataclasses.replace(
-            self, rows=second, size=size
-        )
-
-    def inputs(
-        self, pairs: Pairs
-    ) -> tuple[Int[np.ndarray, "batch length"], Int[np.ndarray, "batch length"]]:
-        """Token ids and segment ids of the inputs: int32 [size, inputs_length] each."""
-        ids = np.zeros((self.size, self.inputs_length), np.int32)
-        segments = np.zeros_like(ids)
-        for at, row in enumerate(self.rows):
-            start = 0
-            # Segments count from 1; 0 is padding.
-            for segment, number in enumerate(row.inputs, 1):
-                tokens = pairs.inputs[number]
-                place = slice(start, start := start + len(tokens))
-                ids[at, place], segments[at, place] = tokens, segment
-        return ids, segments
-
-    def decoder_rows(self, pairs: Pairs) -> list[DecoderRows]:
-        """The rows of choices; nearly always one element, more if an input has very many."""
-        count = max(len(row.pieces) for row in self.rows)
-        return [self._piece(pairs, piece) for piece in range(count)]
-
-    def text_rows(self, pairs: Pairs) -> list[TextRows]:
-        """Rows of a model without an encoder: every pair's input, repeated, and choice.
-
-        Each planned row becomes rows of one length, of which each array has one.
-        """
-        length = self.inputs_length + self.targets_length
-        split = [_split_texts(pairs, row, length) for row in self.rows]
-        count = max(map(len, split))
-        return [
-            self._texts(pairs, [texts[at] if at < len(texts) else () for texts in split])
-            for at in range(count)
-        ]
-
-    def _texts(self, pairs: Pairs, members: Sequence[Sequence[int]]) -> TextRows:
-        shape = (self.size, self.inputs_length + self.targets_length)
-        ids, segments, full_attention = (np.zeros(shape, np.int32) for _ in range(3))
-        owner = np.full(shape, -1, np.int64)
-        for at, row in enumerate(members):
-            start = 0
-            for segment, pair in enumerate(row, 1):
-                source, target = pairs.inputs[pairs.input_of[pair]], pairs.targets[pair]
-                choice = start + len(source)
-                end = choice + len(target)
-                ids[at, start:choice], ids[at, choice:end] = source, target
-                segments[at, start:end], owner[at, choice:end] = segment, pair
-                full_attention[at, start : choice + 1] = 1
-                start = end
-        return TextRows(ids, segments, full_attention, owner)
-
-    def _piece(self, pairs: Pairs, piece: int) -> DecoderRows:
-        shape = (self.size, self.targets_length)
-        targets, segments, reads = (np.zeros(shape, np.int32) for _ in range(3))
-        owner = np.full(shape, -1, np.int64)
-        for at, row in enumerate(self.rows):
-            source = {number: segment for segment, number in enumerate(row.inputs, 1)}
-            start = 0
-            for segment, pair in enumerate(row.pieces[piece] if piece < len(row.pieces) else (), 1):
-                tokens = pairs.targets[pair]
-                place = slice(start, start := start + len(tokens))
-                targets[at, place], segments[at, place] = tokens, segment
-                reads[at, place] = source[int(pairs.input_of[pair])]
-                owner[at, place] = pair
-        return DecoderRows(targets, segments, reads, owner)
-
-
-def _split_texts(pairs: Pairs, row: Row, length: int) -> list[list[int]]:
-    """A row's pairs, by rows of at most `length` tokens of inputs and choices."""
-    rows: list[list[int]] = []
-    room = 0
-    for pair in (pair for piece in row.pieces for pair in piece):
-        tokens = len(pairs.inputs[pairs.input_of[pair]]) + len(pairs.targets[pair])
-        if not rows or tokens > room:
-            rows.append([])
-            room = length
-        rows[-1].append(pair)
-        room -= tokens
-    return rows
+    def arrays(self, pairs: Pairs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Token ids [parts, rows, length], `starts`, and each input's number of tokens."""
+        targets, _ = _pad([pairs.targets[n] if n >= 0 else () for n in self.pairs.flat],
+                          self.pairs.shape, self.length)  # fmt: skip
+        read = [len(pairs.inputs[pairs.input_of[n]]) if n >= 0 else 0 for n in self.pairs.flat]
+        return targets, self.starts, np.array(read, np.int32).reshape(self.pairs.shape)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Batching:
-    """The batches of a window, largest first, so that memory runs out early or never.
+class TextBatch:
+    """Pairs that a model without an encoder reads together, each in a row of its own.
 
     Attributes:
-      batches: the batches, in the order to run them.
-      input_tokens: tokens of the distinct inputs, without padding.
-      target_tokens: tokens of the choices, without padding.
-      padded_inputs: entries of all input arrays, padding included.
-      padded_targets: entries of all target arrays, padding included.
+      pairs: their numbers, by device and row; -1 at empty rows.
+      length: tokens of a row, padding included.
+      microbatches: none.
     """
 
-    batches: tuple[PlannedBatch, ...]
+    pairs: Int[np.ndarray, "parts rows"]
+    length: int
+    microbatches: tuple[Microbatch, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows on a device, and tokens of a row."""
+        return self.pairs.shape[1], self.length
+
+    def arrays(self, pairs: Pairs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Token ids [parts, rows, length], and each row's number of tokens and of the input's."""
+        texts = [
+            np.concatenate([pairs.inputs[pairs.input_of[n]], pairs.targets[n]]) if n >= 0 else ()
+            for n in self.pairs.flat
+        ]
+        ids, lengths = _pad(texts, self.pairs.shape, self.length)
+        read = [len(pairs.inputs[pairs.input_of[n]]) if n >= 0 else 0 for n in self.pairs.flat]
+        return ids, lengths, np.array(read, np.int32).reshape(self.pairs.shape)
+
+
+def _pad(texts: Sequence, rows: tuple[int, ...], length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids in rows of one length, and how many each has."""
+    ids = np.zeros((len(texts), length), np.int32)
+    for row, text in zip(ids, texts, strict=True):
+        row[: len(text)] = text
+    lengths = np.array([len(text) for text in texts], np.int32)
+    return ids.reshape(*rows, length), lengths.reshape(rows)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """What scores some pairs.
+
+    Attributes:
+      sizes: how much a device computes at once.
+      batches: in the order to run them, the longest inputs first, so that memory runs out early or
+        never.
+      input_tokens: tokens of the distinct inputs, without padding; of a model without an encoder,
+        one for each pair.
+      target_tokens: tokens of the choices, without padding.
+      padded_inputs: entries of all arrays of inputs, padding included.
+      padded_targets: entries of all arrays of choices, likewise.
+      programs: what is compiled: the shapes of microbatches, and of the other batches.
+    """
+
+    sizes: Sizes
+    batches: tuple[DecoderBatch | TextBatch, ...]
     input_tokens: int
     target_tokens: int
     padded_inputs: int
     padded_targets: int
-
-    @property
-    def shapes(self) -> set[tuple[int, int, int]]:
-        """The distinct shapes to compile: (size, inputs_length, targets_length)."""
-        return {batch.shape for batch in self.batches}
+    programs: frozenset[tuple[int, ...]]
 
     @property
     def padding(self) -> float:
@@ -228,239 +214,163 @@ class Batching:
         return 1 - (self.input_tokens + self.target_tokens) / entries if entries else 0.0
 
 
-def make_batching(
-    pairs: Pairs, tokens_per_batch: int, todo: Int[np.ndarray, " todo"] | None = None
-) -> Batching:
-    """Groups pairs into batches of few shapes.
+def make_plan(
+    pairs: Pairs,
+    sizes: Sizes,
+    parts: int = 1,
+    todo: Int[np.ndarray, " todo"] | None = None,
+    *,
+    decoder_only: bool = False,
+) -> Plan:
+    """Groups pairs into batches of the programs that their lengths decide.
 
     Args:
       pairs: the distinct pairs.
-      tokens_per_batch: maximum input entries of a batch, padding included, as one device computes
-        it; targets get a quarter of that, since each target's logits have the vocabulary's size. A
-        batch has at least one row, whatever the limit.
+      sizes: how much a device computes at once.
+      parts: number of devices that share the rows.
       todo: the pairs to score; None for all. Pairs with an empty target are left out (their score
         is 0).
+      decoder_only: whether the model has no encoder.
     """
-    items = _items(pairs, np.arange(len(pairs)) if todo is None else todo)
-    batches: list[PlannedBatch] = []
-    waiting = {item.number: item for item in items}
-    for shape in reversed(choose_shapes(items)):  # long rows first: short inputs fill them up
-        # Some items are packed already: they filled up rows of a longer shape.
-        own = [waiting.pop(n) for n in (items[at].number for at in shape.members) if n in waiting]
-        fillers = [item for item in waiting.values() if shape.holds(item)]
-        targets = _best_targets(own, shape)
-        rows, left = pack(own, fillers, shape.length, targets)
-        for number in {item.number for item in fillers} - {item.number for item in left}:
-            del waiting[number]
-        batches += _batches(rows, tokens_per_batch, shape.length)
-    batches.sort(key=lambda batch: (-_cost(batch), batch.shape))
-    return Batching(
-        batches=tuple(batches),
-        input_tokens=sum(len(pairs.inputs[item.number]) for item in items),
-        target_tokens=sum(
-            len(pairs.targets[p]) for item in items for piece in item.pieces for p in piece
-        ),
-        padded_inputs=sum(batch.size * batch.inputs_length for batch in batches),
-        padded_targets=sum(
-            batch.size * batch.targets_length * max(len(row.pieces) for row in batch.rows)
-            for batch in batches
-        ),
+    numbers = range(len(pairs)) if todo is None else todo.tolist()
+    numbers = [number for number in numbers if len(pairs.targets[number])]
+    batches: list[DecoderBatch | TextBatch]
+    if decoder_only:
+        batches = list(_text_batches(pairs, numbers, sizes, parts))
+        read = [int(pairs.input_of[number]) for number in numbers]
+    else:
+        batches = list(_decoder_batches(pairs, numbers, sizes, parts))
+        read = list({int(pairs.input_of[number]) for number in numbers})
+    microbatches = {each for batch in batches for each in batch.microbatches}
+    arrays = [(each.inputs, each.length) for each in microbatches]
+    arrays += [(each.pairs, each.length) for each in batches if decoder_only]
+    choices = [(each.pairs, each.length) for each in batches if not decoder_only]
+    return Plan(
+        sizes,
+        tuple(batches),
+        input_tokens=sum(len(pairs.inputs[number]) for number in read),
+        target_tokens=sum(len(pairs.targets[number]) for number in numbers),
+        padded_inputs=sum(rows.size * length for rows, length in arrays),
+        padded_targets=sum(rows.size * length for rows, length in choices),
+        programs=frozenset(each.shape for each in (*microbatches, *batches)),
     )
 
 
-def join_batchings(plans: Sequence[Batching]) -> Batching:
-    """Merges plans of different pairs into one, grouping batches by shape."""
-    batches = [batch for plan in plans for batch in plan.batches]
-    return Batching(
-        # Batches with the most computation first; equal shapes stay in the plans' order.
-        tuple(sorted(batches, key=lambda batch: (-_cost(batch), batch.shape))),
-        *(
-            sum(getattr(plan, name) for plan in plans)
-            for name in ("input_tokens", "target_tokens", "padded_inputs", "padded_targets")
-        ),
-    )
+def _text_batches(
+    pairs: Pairs, numbers: Sequence[int], sizes: Sizes, parts: int
+) -> Iterator[TextBatch]:
+    classes: dict[int, list[int]] = {}
+    for number in numbers:
+        tokens = len(pairs.inputs[pairs.input_of[number]]) + len(pairs.targets[number])
+        classes.setdefault(input_class(tokens), []).append(number)
+    for length, members in sorted(classes.items(), reverse=True):
+        for rows in _split(members, parts, sizes.input_rows(length)):
+            yield TextBatch(rows, length)
 
 
-def side_by_side(batches: Iterable[PlannedBatch], parts: int) -> Iterator[PlannedBatch]:
-    """Merges consecutive batches of one shape, so that each of `parts` devices gets one.
+Choices = dict[int, dict[int, list[int]]]
+"""The pairs of each input, by the class of their choices."""
 
-    Each device then computes arrays of the planned shape, however many devices there are.
-    """
-    empty = Row((), ((),), 0, 0)
-    for _, alike in itertools.groupby(batches, lambda batch: batch.shape):
-        while together := list(itertools.islice(alike, parts)):
-            rows = [(*b.rows, *[empty] * (b.size - len(b.rows))) for b in together]
-            whole = dataclasses.replace(
-                together[0], rows=tuple(itertools.chain(*rows)), size=parts * together[0].size
+
+def _decoder_batches(
+    pairs: Pairs, numbers: Sequence[int], sizes: Sizes, parts: int
+) -> Iterator[DecoderBatch]:
+    choices: Choices = {}
+    for number in numbers:
+        length = choice_class(len(pairs.targets[number]))
+        of_input = choices.setdefault(int(pairs.input_of[number]), {})
+        of_input.setdefault(length, []).append(number)
+    classes: dict[int, list[int]] = {}
+    for number in choices:
+        classes.setdefault(input_class(len(pairs.inputs[number])), []).append(number)
+    for memory, lengths in itertools.groupby(sorted(classes, reverse=True), memory_class):
+        rows_of_inputs = (
+            (rows, length)
+            for length in lengths
+            # Inputs with choices of the same classes side by side, which then come together.
+            for rows in _split(
+                sorted(classes[length], key=lambda number: sorted(choices[number])),
+                parts,
+                sizes.input_rows(length),
             )
-            yield whole if parts > 1 else together[0]
-
-
-def _cost(batch: PlannedBatch) -> int:
-    # A target counts as four inputs, as in the limits of `make_batching`.
-    return batch.size * (batch.inputs_length + 4 * batch.targets_length)
-
-
-def _items(pairs: Pairs, todo: Int[np.ndarray, " todo"]) -> list[Item]:
-    """The items to pack: each input with pairs to score, and those pairs."""
-    lengths = [len(target) for target in pairs.targets]
-    group_by_input: dict[int, list[int]] = {}
-    for pair in todo:
-        if lengths[pair]:
-            group_by_input.setdefault(int(pairs.input_of[pair]), []).append(int(pair))
-    items = []
-    for number, members in group_by_input.items():
-        # Nearly always one piece; only inputs with very many choices have more.
-        pieces = split_into_pieces(lengths, members)
-        length = len(pairs.inputs[number])
-        targets = max(sum(lengths[pair] for pair in piece) for piece in pieces)
-        # An empty input has no segment for its choices to attend to if it shares a row.
-        alone = len(pieces) > 1 or length == 0
-        items.append(Item(number, max(length, 1), pieces, targets, alone))
-    return items
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Shape:
-    """A row shape and the items assigned to it.
-
-    Attributes:
-      length: input tokens per row.
-      targets: target tokens per row.
-      members: indices of the items.
-    """
-
-    length: int
-    targets: int
-    members: Int[np.ndarray, " members"]
-
-    def holds(self, item: Item) -> bool:
-        """Whether an item fits in a row and leaves room for another."""
-        return not item.alone and item.length < self.length and item.targets < self.targets
-
-
-def choose_shapes(items: Sequence[Item]) -> list[Shape]:
-    """Chooses the cheapest row shapes for the available data, shortest rows first.
-
-    Long rows pack more tightly and need fewer shapes; short ones spend less on attention. Costs are
-    estimated from sums, without packing.
-    """
-    if not items:
-        return []
-    length = np.array([item.length for item in items])
-    targets = np.array([item.targets for item in items])
-    found = (_shapes(length, targets, rows) for rows in _row_lengths(int(length.max())))
-    return min(found, key=lambda found: found[0])[1]
-
-
-def _row_lengths(longest: int) -> Iterator[list[int]]:
-    """Yields sets of row lengths to try, ascending, each with room for the longest input."""
-    last = int(2 ** np.ceil(np.log2(max(longest, SHORTEST_INPUTS))))
-    yield [last]
-    for shortest in _SHORTEST_ROWS:
-        found = []
-        while shortest < last and len(found) < MAX_INPUT_LEVELS - 1:
-            found.append(shortest)
-            shortest *= 2
-        if found:
-            yield [*found, last]
-        if shortest <= 2 * last:  # longer than needed, but packs better
-            yield [*found, shortest]
-
-
-def _shapes(
-    length: Int[np.ndarray, " items"],
-    targets: Int[np.ndarray, " items"],
-    row_lengths: Sequence[int],
-) -> tuple[float, list[Shape]]:
-    """Estimated cost, in encoder tokens, and shapes for these row lengths."""
-    level = np.searchsorted(row_lengths, length)
-    cost, shapes = 0.0, []
-    for at, row_length in enumerate(row_lengths):
-        members = np.flatnonzero(level == at)
-        if members.size:
-            members = members[np.argsort(targets[members], kind="stable")]
-            more, found = _split(length[members], targets[members], row_length)
-            cost += more
-            shapes += [Shape(row_length, n, members[start:end]) for n, start, end in found]
-    return cost, shapes
-
-
-def _split(
-    length: Int[np.ndarray, " items"], targets: Int[np.ndarray, " items"], row_length: int
-) -> tuple[float, list[tuple[int, int, int]]]:
-    """Splits items, ascending by targets, into the cheapest groups.
-
-    Returns:
-      The cost in encoder tokens, and for each group (target tokens per row, first item, end).
-    """
-    # Dynamic programming: best[k, end] is the least cost of the items before cuts[end] in k groups.
-    # Cuts lie where the number of targets changes; if there are too many, keep every n-th.
-    cuts = np.flatnonzero(np.diff(targets, prepend=-1))
-    cuts = np.append(cuts[:: -(-len(cuts) // _MOST_CUTS)], len(targets))
-    # Prefix sums: a group's total is the difference of two entries.
-    sums = [np.concatenate([[0], np.cumsum(x)]) for x in (length, targets, 2 * length > row_length)]
-    inputs, outputs, halves = (total[cuts] for total in sums)
-    attention = 1 + row_length / ATTENTION_LENGTH
-    n = len(cuts) - 1
-    best = np.full((MAX_TARGET_LEVELS + 1, n + 1), np.inf)
-    best[0, 0] = 0
-    cut = np.zeros((MAX_TARGET_LEVELS + 1, n + 1), np.int64)
-    size = np.zeros((n + 1, n + 1), np.int64)
-    for end in range(1, n + 1):
-        used, filled = inputs[end] - inputs[:end], outputs[end] - outputs[:end]
-        # At least the most target tokens of any item; above that, in proportion to the inputs.
-        size[:end, end] = _round_up_targets(
-            np.maximum(targets[cuts[end] - 1], row_length * filled / used)
         )
-        # Two inputs longer than half a row cannot share one, however full rows are on average.
-        rows = np.maximum(used / (_FILLED * row_length), halves[end] - halves[:end])
-        rows = np.maximum(rows, filled / (_FILLED * size[:end, end]))
-        cost = rows * (row_length + TARGET_COST * size[:end, end]) * attention + TOKENS_PER_SHAPE
-        for level in range(1, MAX_TARGET_LEVELS + 1):
-            total = best[level - 1, :end] + cost
-            cut[level, end] = int(total.argmin())
-            best[level, end] = total[cut[level, end]]
-    # Trace back from the last item to the first, along the cuts of least cost.
-    level, end, found = int(best[:, n].argmin()), n, []
-    cost = float(best[level, n])
-    while end:
-        start = int(cut[level, end])
-        found.append((int(size[start, end]), int(cuts[start]), int(cuts[end])))
-        level, end = level - 1, start
-    return cost, found[::-1]
+        page, pages = sizes.page(memory), sizes.pages(memory)
+        microbatches = [
+            Microbatch(rows, length, at % pages * page)
+            for at, (rows, length) in enumerate(rows_of_inputs)
+        ]
+        yield from _group_choices(pairs, microbatches, choices, sizes, memory)
 
 
-def _best_targets(own: Sequence[Item], shape: Shape) -> int:
-    """Target tokens per row: the estimate, or more if a sample of the items packs better then."""
-    sample = [item for item in own if not item.alone][:: len(own) // _SAMPLE + 1]
-
-    def cost(targets: int) -> float:
-        rows, _ = pack(sample, (), shape.length, targets)
-        return len(rows) * (shape.length + TARGET_COST * targets)
-
-    tried = {int(_round_up_targets(np.array(shape.targets * more))) for more in _MORE}
-    return min(sorted(tried), key=cost) if sample else shape.targets
+def _split(numbers: Sequence[int], parts: int, rows: int) -> Iterator[np.ndarray]:
+    """Arrays [parts, rows] of numbers, with -1 in the last one's empty rows."""
+    for start in range(0, len(numbers), parts * rows):
+        found = np.full(parts * rows, -1)
+        some = numbers[start : start + parts * rows]
+        found[: len(some)] = some
+        yield found.reshape(parts, rows)
 
 
-def _batches(rows: Sequence[Row], tokens: int, length: int) -> list[PlannedBatch]:
-    """Splits rows into batches as large as the limit allows; the last gets the smallest size."""
-    if not rows:
-        return []
-    targets = int(_round_up_targets(np.array(max(row.targets for row in rows))))
-    limit = max(min(tokens // length, tokens // (4 * targets)), 1)
-    batches = []
-    for start in range(0, len(rows), limit):
-        part = tuple(rows[start : start + limit])
-        # Few sizes: the limit, three quarters of it, half, three eighths, and so on.
-        sizes = (-(-limit * share // 2**halved) for halved in range(2, 40) for share in (4, 3))
-        size = min(size for size in sizes if size >= len(part))
-        batches.append(PlannedBatch(part, size, length, targets))
-    return batches
+def _group_choices(
+    pairs: Pairs,
+    microbatches: Sequence[Microbatch],
+    choices: Choices,
+    sizes: Sizes,
+    memory: int,
+) -> Iterator[DecoderBatch]:
+    """The choices of inputs that have as many keys and values, in the order of the microbatches."""
+    filling: dict[int, _Filling] = {}
+    pages = sizes.pages(memory)
+    kept = pages * sizes.page(memory)
+    for at, microbatch in enumerate(microbatches):
+        parts = len(microbatch.inputs)
+        for (part, row), number in np.ndenumerate(microbatch.inputs):
+            start = microbatch.start + row * microbatch.length
+            if number >= 0 and not len(pairs.inputs[number]):
+                start = kept
+            for length, members in choices.get(int(number), {}).items():
+                for pair in members:
+                    rows = sizes.choice_rows(length, memory)
+                    batch = filling.setdefault(length, _Filling(at, rows, parts))
+                    if not batch.has_room(part):
+                        yield batch.batch(length, memory, kept)
+                        batch = filling[length] = _Filling(at, rows, parts)
+                    batch.add(part, pair, start, microbatch)
+        # The next microbatch takes the place of the first one of these.
+        for length in [each for each, batch in filling.items() if at - batch.first >= pages - 1]:
+            yield filling.pop(length).batch(length, memory, kept)
+    for length, batch in filling.items():
+        yield batch.batch(length, memory, kept)
 
 
-def _round_up_targets(targets: np.ndarray) -> Int[np.ndarray, " lengths"]:
-    """Rounds numbers of target tokens up to row lengths."""
-    targets = np.maximum(targets, SHORTEST_TARGETS)
-    power = 2.0 ** np.ceil(np.log2(targets))
-    return np.where(0.75 * power >= targets, 0.75 * power, power).astype(np.int64)
+class _Filling:
+    """A decoder batch that has room left.
+
+    Args:
+      first: the place of its first microbatch.
+      rows: rows on each device.
+      parts: number of devices.
+    """
+
+    def __init__(self, first: int, rows: int, parts: int):
+        self.first = first
+        self._microbatches: dict[Microbatch, None] = {}  # a set in order
+        self._taken = [0] * parts
+        self._pairs, self._starts = np.full((parts, rows), -1), np.zeros((parts, rows), np.int32)
+
+    def has_room(self, part: int) -> bool:
+        """Whether a device has an empty row."""
+        return self._taken[part] < self._pairs.shape[1]
+
+    def add(self, part: int, pair: int, start: int, microbatch: Microbatch) -> None:
+        """Puts a pair into a device's next row."""
+        row = self._taken[part]
+        self._pairs[part, row], self._starts[part, row] = pair, start
+        self._taken[part] += 1
+        self._microbatches[microbatch] = None
+
+    def batch(self, length: int, memory: int, kept: int) -> DecoderBatch:
+        """The batch, with empty rows where there is room left."""
+        return DecoderBatch(
+            self._pairs, length, memory, tuple(self._microbatches), kept, self._starts
+        )

@@ -78,15 +78,7 @@ class ModelFunctions:
             examples.append({name: rename_seqio_features(example)[name] for name in FEATURES})
         if not examples:
             return []
-        # The limit is in tokens: those of batch_size examples of the greatest length.
-        longest = max(len(row) for example in examples for row in example.values())
-        scores = score_examples(
-            self.params,
-            self.model,
-            examples,
-            None,
-            tokens_per_batch=self.batch_size * longest,
-        )
+        scores = score_examples(self.params, self.model, examples, None)
         return [(index, float(score)) for index, score in zip(indices, scores, strict=True)]
 
     def _decode(self, batch: Any, key: jax.Array) -> tuple[Any, dict[str, Any]]:

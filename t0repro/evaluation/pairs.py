@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -53,19 +53,6 @@ class Pairs:
         # The length keeps apart pairs whose concatenated tokens are equal.
         text = len(source).to_bytes(4, "little") + source.tobytes() + target.tobytes()
         return hashlib.blake2b(text, digest_size=16).digest()
-
-
-def concatenate_pairs(parts: Sequence[Pairs]) -> Pairs:
-    """Concatenates parts' pairs with continued numbering; equal pairs of two parts stay two."""
-    # Where each part starts; the last entry, the end, is why `zip` is not strict below.
-    inputs = np.cumsum([0, *(len(part.inputs) for part in parts)])
-    pairs = np.cumsum([0, *map(len, parts)])
-    return Pairs(
-        inputs=tuple(tokens for part in parts for tokens in part.inputs),
-        targets=tuple(tokens for part in parts for tokens in part.targets),
-        input_of=np.concatenate([p.input_of + at for p, at in zip(parts, inputs, strict=False)]),
-        index=np.concatenate([p.index + at for p, at in zip(parts, pairs, strict=False)]),
-    )
 
 
 def collect_pairs(

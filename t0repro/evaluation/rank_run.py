@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from t0repro.evaluation.grouping import Batching, join_batchings, make_batching
-from t0repro.evaluation.pairs import Pairs, collect_pairs, concatenate_pairs
+from t0repro.evaluation.pairs import collect_pairs
 from t0repro.evaluation.score_journal import DIGEST, ScoreJournal
 from t0repro.evaluation.task_output import check_finite
 from t0repro.progress import count_progress, say
@@ -34,14 +32,12 @@ class ScoredChunk:
       scores: log-likelihood of each example's choice, float32, natural log.
       content_free: float64 scores of the same choices given the content-free input, or None.
       seconds: of scoring its pairs; a pair that several tasks share counts for each of them.
-      tokens_per_batch: the limit that the batches were planned with.
     """
 
     chunk: Chunk
     scores: Float[np.ndarray, " examples"]
     content_free: Float[np.ndarray, " examples"] | None
     seconds: float
-    tokens_per_batch: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,7 +57,7 @@ class RankRun:
       chunks: chunks of any number of tasks.
       lengths: maximum tokens per feature; None truncates nothing.
       journal: known scores are read from it and new ones appended; None keeps no journal.
-      tokens_per_batch: see grouping.make_batching; defaults to a size for the device.
+      tokens_per_batch: see engine.Engine.
       content_free: tokens of a content-free input, with which every choice is scored as well.
       note_rounding: see engine.Engine.
     """
@@ -77,51 +73,40 @@ class RankRun:
         content_free: np.ndarray | None = None,
         note_rounding: Callable[[str], object],
     ):
-        self.checkpoint, self.journal = checkpoint, journal
-        self._note_rounding = note_rounding
-        # Plan each chunk's pairs and batches separately: then no batch, and so no score, depends on
-        # the rest of the read buffer, on earlier runs' scores or on the number of devices.
-        by_section = [
-            collect_pairs(examples, lengths)
-            for chunk in chunks
-            for examples in _chunk_sections(chunk, content_free)
-        ]
-        self.pairs: Pairs = concatenate_pairs(by_section)
-        self._chunk_pairs = _locate_chunks(chunks, self.pairs.index, content_free is not None)
-        if tokens_per_batch is None:
-            from t0repro.evaluation.engine import default_tokens_per_batch
+        from t0repro.evaluation.engine import Engine
 
-            tokens_per_batch = default_tokens_per_batch()
-        self._tokens_per_batch = tokens_per_batch
-        ends = np.cumsum([len(pairs) for pairs in by_section])
-        self.plan: Batching = join_batchings(
-            [
-                make_batching(self.pairs, tokens_per_batch, np.arange(end - len(pairs), end))
-                for pairs, end in zip(by_section, ends, strict=True)
-            ]
+        self.checkpoint, self.journal = checkpoint, journal
+        self.engine = Engine(
+            checkpoint.params,
+            checkpoint.model,
+            tokens_per_batch=tokens_per_batch,
+            note_rounding=note_rounding,
         )
+        examples = (
+            example
+            for chunk in chunks
+            for section in _chunk_sections(chunk, content_free)
+            for example in section
+        )
+        self.pairs = collect_pairs(examples, lengths)
+        self._chunk_pairs = _locate_chunks(chunks, self.pairs.index, content_free is not None)
         self._load_known_scores()
+        self.plan = self.engine.plan(self.pairs, np.flatnonzero(np.isnan(self.scores)))
         self.scored = 0
 
     def score(self, done: Callable[[ScoredChunk], None]) -> float:
         """Scores all pairs, calling `done` with each finished chunk; returns the seconds taken."""
-        from t0repro.evaluation.engine import Engine
-
-        plan = self._unscored_plan()
-        total = sum(len(batch.pairs) for batch in plan.batches)
+        plan = self.plan
+        total = int(np.isnan(self.scores).sum())
         say(
             f"{counted(len(self.pairs.index), 'pair')}, {len(self.pairs):,} distinct, {total:,} to"
             f" score; {counted(len(plan.batches), 'batch', 'batches')} of"
-            f" {counted(len(plan.shapes), 'shape')},"
-            f" {100 * self.plan.padding:.1f}% padding"
-        )
-        engine = Engine(
-            self.checkpoint.params, self.checkpoint.model, note_rounding=self._note_rounding
+            f" {counted(len(plan.programs), 'program')}, {100 * plan.padding:.1f}% padding"
         )
         started = last = handed_out = time.monotonic()
         waiting = self._hand_out_finished(self._chunk_pairs, done)
         with count_progress(total, "scoring", "pair", "scored") as advance:
-            for batch in engine.run(self.pairs, plan):
+            for batch in self.engine.run(self.pairs, plan):
                 self._check(batch.pairs, batch.scores)
                 now = time.monotonic()
                 self._store_scores(batch.pairs, batch.scores, now - last)
@@ -134,31 +119,14 @@ class RankRun:
 
     def _load_known_scores(self) -> None:
         """Loads known scores from the journal; the others are NaN."""
-        # A choice without tokens is in no batch; its score is the empty sum, 0.
+        self._digests = np.array([self.pairs.digest(n) for n in range(len(self.pairs))], DIGEST)
         known = np.zeros((2, len(self.pairs)))
-        self._digests = np.zeros(len(self.pairs), DIGEST)
-        planned = np.zeros(len(self.pairs), bool)
-        for batch in self.plan.batches:
-            planned[batch.pairs] = True
-            # Scores are reused only for the same pair in the same batch.
-            key = batch.digest(self.pairs)
-            self._digests[batch.pairs] = [
-                hashlib.blake2b(key + self.pairs.digest(pair), digest_size=16).digest()
-                for pair in batch.pairs
-            ]
-        known[0, planned] = np.nan
+        known[0] = np.nan
         if self.journal is not None:
-            known[:, planned] = self.journal.look_up(self._digests[planned])
+            known = self.journal.look_up(self._digests)
+        # The log-likelihood of a choice without tokens is the empty sum.
+        known[0, [not len(target) for target in self.pairs.targets]] = 0.0
         self.scores, self._seconds = known
-
-    def _unscored_plan(self) -> Batching:
-        """The plan, less the batches whose scores are all known."""
-        return dataclasses.replace(
-            self.plan,
-            batches=tuple(
-                batch for batch in self.plan.batches if np.isnan(self.scores[batch.pairs]).any()
-            ),
-        )
 
     def _store_scores(self, pairs: np.ndarray, scores: np.ndarray, seconds: float) -> None:
         """Stores a batch's scores; its seconds are split evenly among its pairs."""
@@ -189,7 +157,6 @@ class RankRun:
             self.scores[place.index].astype(np.float32),
             self.scores[place.free] if len(place.free) else None,
             float(self._seconds[pairs].sum()),
-            self._tokens_per_batch,
         )
 
     def _check(self, pairs: np.ndarray, scores: np.ndarray) -> None:

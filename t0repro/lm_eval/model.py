@@ -12,9 +12,8 @@ from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
 from t0repro.config.decoding import GREEDY
 from t0repro.config.model import DType
 from t0repro.errors import UserError, nearest_names
-from t0repro.evaluation.engine import Engine, default_tokens_per_batch
+from t0repro.evaluation.engine import Engine
 from t0repro.evaluation.generation import generate_tokens
-from t0repro.evaluation.grouping import make_batching
 from t0repro.evaluation.opened import attach_adapter, open_adapter_at, open_checkpoint
 from t0repro.evaluation.pairs import collect_pairs
 from t0repro.evaluation.selection import check_fits
@@ -40,7 +39,7 @@ class T0ReproLM(LM):
       max_length: Maximum tokens of a context; longer ones are cut at the end, as in T0.
       max_gen_toks: Maximum tokens of an output if the task sets none.
       dtype: What activations are computed in.
-      tokens_per_batch: Input tokens per batch; the default depends on the device.
+      tokens_per_batch: Input tokens that are under way on a device at once; changes no score.
       batch_size, device, max_batch_size: Passed by the harness but not used, because batches are
         sized in tokens and use all devices.
 
@@ -110,11 +109,15 @@ class T0ReproLM(LM):
             for request in requests
         ]
         pairs = collect_pairs(examples, self._lengths)
-        params, model = self._checkpoint.params, self._checkpoint.model
-        plan = make_batching(pairs, self._tokens_per_batch or default_tokens_per_batch())
+        engine = Engine(
+            self._checkpoint.params,
+            self._checkpoint.model,
+            misses=True,
+            tokens_per_batch=self._tokens_per_batch,
+        )
         scores, misses = np.zeros(len(pairs)), np.ones(len(pairs))
         with count_progress(len(pairs), "scoring", "pair", "scored") as advance:
-            for found in Engine(params, model, misses=True).run(pairs, plan):
+            for found in engine.run(pairs, engine.plan(pairs)):
                 scores[found.pairs], misses[found.pairs] = found.scores, found.misses
                 advance(len(found.pairs))
         scores, misses = pairs.expand_to_examples(scores), pairs.expand_to_examples(misses)

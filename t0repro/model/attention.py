@@ -5,7 +5,7 @@
     blocks    a block of queries at a time, in JAX (t0repro.model.blockwise_attention): anywhere
     tpu       a Pallas kernel (t0repro.model.tpu_attention): on TPUs from v4 on
     gpu       Pallas kernels (t0repro.model.gpu_attention): on NVIDIA GPUs from A100 on
-    cpu       a kernel in C++ (t0repro.model.cpu_attention): float32, on one CPU
+    cpu       a kernel in C++ (t0repro.model.cpu_attention): float32, on CPUs
 
 The position bias depends only on the offset of a key from its query, so it is passed as [heads,
 offsets], and so is its gradient. A few numbers per position (`AttentionMask`) determine which query
@@ -126,16 +126,23 @@ def _find_kernel(
     batch: int, heads: int, length: int, keys: int, *, float32: bool
 ) -> KernelName | None:
     device = device_to_trace_for()
-    # XLA cannot shard a kernel across devices. Those of TPUs and GPUs shard themselves, evenly.
+    # XLA cannot shard a kernel across devices: they shard themselves, evenly.
+    rows, others = divmod(batch, count_shards("batch"))
+    even = others == heads % count_shards("heads") == 0
+    # Not where an outer axis of groups is sharded, as in training.
     mesh = jax.sharding.get_abstract_mesh()
-    alone = mesh.empty or mesh.size == 1
-    if device.platform == "cpu" and alone and float32 and cpu_attention.is_available():
+    shards_all = mesh.empty or count_shards("batch", "heads") == mesh.size
+    if (
+        device.platform == "cpu"
+        and even
+        and shards_all
+        and float32
+        and cpu_attention.is_available()
+    ):
         return "cpu"
     # After the CPU's, because they import Pallas.
     from t0repro.model import gpu_attention, tpu_attention
 
-    rows, others = divmod(batch, count_shards("batch"))
-    even = others == heads % count_shards("heads") == 0
     fits = tpu_attention.fits(rows, length, keys)
     if tpu_attention.supports(device.device_kind) and even and fits:
         return "tpu"

@@ -1,4 +1,4 @@
-"""Attention on one CPU, in float32, with the kernel in attention.cc.
+"""Attention on CPUs, in float32, with the kernel in attention.cc.
 
 This machine's C++ compiler builds the kernel for this machine's instructions when a program first
 needs it; the user's cache keeps the library. Without a compiler nothing is built, and other
@@ -25,6 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from t0repro.model.attention_mask import AttentionMask
 from t0repro.model.shapes import Array, Float
+from t0repro.partitioning.devices import shard_kernel
 from t0repro.partitioning.flops import ATTENDED, KERNEL_MATMULS
 from t0repro.storage import make_folder
 
@@ -33,6 +34,9 @@ _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
 _TARGETS = tuple(KERNEL_MATMULS)
 # [batch, heads, length, d_kv] stored as [batch, length, heads, d_kv], the order of projections.
 _BY_POSITION = (0, 2, 1, 3)
+# Logical axes of what is sharded; of query, key, value, bias and mask.
+_ROWS = ("batch", "heads")
+_SEEN = (*[_ROWS] * 3, ("heads",), *[("batch",)] * 4)
 
 
 def attention(
@@ -57,16 +61,23 @@ def _attend(query: Array, key: Array, value: Array, bias: Array, mask: Any) -> A
 
 
 def _forward(query: Array, key: Array, value: Array, bias: Array, mask: Any) -> tuple[Array, Any]:
-    y, log_z = _call(_TARGETS[0], (query, key, value, bias, *mask), (query, query[..., 0]))
+    def run(query: Array, *others: Array) -> Any:
+        return _call(_TARGETS[0], (query, *others), (query, query[..., 0]))
+
+    y, log_z = shard_kernel(run, _SEEN, (_ROWS, _ROWS))(query, key, value, bias, *mask)
     y, log_z = checkpoint_name(y, ATTENDED), checkpoint_name(log_z, ATTENDED)
     return y, (query, key, value, bias, mask, log_z)
 
 
 def _backward(residuals: Any, d_y: Array) -> tuple[Any, ...]:
     query, key, value, bias, mask, log_z = residuals
-    results = (query, key, value, jax.ShapeDtypeStruct((query.shape[0], *bias.shape), bias.dtype))
-    arguments = (query, key, value, bias, *mask, log_z, d_y)
-    d_query, d_key, d_value, d_bias = _call(_TARGETS[1], arguments, results)
+
+    def run(query: Array, key: Array, value: Array, bias: Array, *others: Array) -> Any:
+        d_bias = jax.ShapeDtypeStruct((query.shape[0], *bias.shape), bias.dtype)
+        return _call(_TARGETS[1], (query, key, value, bias, *others), (query, key, value, d_bias))
+
+    run = shard_kernel(run, (*_SEEN, _ROWS, _ROWS), (_ROWS,) * 4)
+    d_query, d_key, d_value, d_bias = run(query, key, value, bias, *mask, log_z, d_y)
     return d_query, d_key, d_value, jnp.sum(d_bias, axis=0), None
 
 

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from t0repro.model.attention_mask import AttentionMask
 from t0repro.model.shapes import Array
-from t0repro.partitioning.devices import activation_spec, sum_over_shards
+from t0repro.partitioning.devices import shard_kernel, sum_over_shards
 from t0repro.partitioning.flops import ATTENDED
 
 ABSENT = -3e38  # the logit of a key that only pads a block; its weight is 0 for blind queries too
@@ -112,7 +112,7 @@ def attend(
 
 def _forward(kernels: Kernels, *operands: Any) -> tuple[Array, Any]:
     learned, seen, sums = _axes(kernels)
-    run = _shard_kernel(kernels.forward, (*learned, *seen), (learned[0], sums))
+    run = shard_kernel(kernels.forward, (*learned, *seen), (learned[0], sums))
     y, totals = run(*operands)
     y, totals = checkpoint_name(y, ATTENDED), checkpoint_name(totals, ATTENDED)
     return y, (*operands, y, totals)
@@ -127,7 +127,7 @@ def _backward(kernels: Kernels, residuals: Any, d_y: Array) -> tuple[Any, ...]:
 
     learned, seen, sums = _axes(kernels)
     axes = (*learned, *seen, learned[0], sums, learned[0])
-    return (*_shard_kernel(run, axes, learned)(*residuals, d_y), None, None)
+    return (*shard_kernel(run, axes, learned)(*residuals, d_y), None, None)
 
 
 attend.defvjp(_forward, _backward)
@@ -136,21 +136,6 @@ attend.defvjp(_forward, _backward)
 def _axes(kernels: Kernels) -> tuple[Any, Any, Any]:
     """Logical axes of query, key, value and bias; of what they see; of log_z and total."""
     return (*[kernels.axes] * 3, ("heads",)), (("batch",), ("batch",)), ("batch", "heads")
-
-
-def _shard_kernel(function: Callable[..., Any], arguments: Any, results: Any) -> Callable[..., Any]:
-    """Runs a function on each device's rows and heads: XLA cannot shard a kernel.
-
-    Args:
-      function: of arrays.
-      arguments: the logical axes of each argument, the first ones of its shape.
-      results: likewise of each result.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return function
-    specs = [tuple(activation_spec(*axes) for axes in several) for several in (arguments, results)]
-    return jax.shard_map(function, in_specs=specs[0], out_specs=specs[1], check_vma=False)
 
 
 def find_needed_blocks(query_ids: Array, key_ids: Array, sizes: Sizes) -> Array:

@@ -103,6 +103,21 @@ def activation_spec(*axes: str) -> PartitionSpec:
     return PartitionSpec(*map(_rules_in_scope().get, axes))
 
 
+def shard_kernel(function: Callable[..., Any], arguments: Any, results: Any) -> Callable[..., Any]:
+    """Runs a function on each device's shards, which must be even: XLA cannot shard a kernel.
+
+    Args:
+      function: of arrays.
+      arguments: the logical axes of each argument, the first ones of its shape.
+      results: likewise of each result.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return function
+    specs = [tuple(activation_spec(*axes) for axes in several) for several in (arguments, results)]
+    return jax.shard_map(function, in_specs=specs[0], out_specs=specs[1], check_vma=False)
+
+
 def sum_over_shards(x: jax.Array, axis: str) -> jax.Array:
     """The sum of x over the shards of a logical axis, in a `shard_map`; elsewhere x itself."""
     mesh, name = jax.sharding.get_abstract_mesh(), _rules_in_scope().get(axis)

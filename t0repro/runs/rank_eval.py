@@ -7,9 +7,8 @@
 A task is skipped if its record's key (checkpoint, task, prompt text, data, split, limit, lengths,
 activations, rendering and scoring code) still matches. A pair in the journal is not scored again.
 Tasks are read, scored and written one read buffer at a time, so memory for texts and tokens does
-not grow with the number or size of tasks. A task alone determines which of its pairs share a batch.
-Scores are therefore bitwise equal after a restart, on any number of devices that divides the rows,
-and in any mixture.
+not grow with the number or size of tasks. Scores are bitwise equal after a restart, on any number
+of devices that share the rows, under any limit and in any mixture (see grouping).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from t0repro.evaluation.evaluation_folder import (
 from t0repro.evaluation.generation import decode_examples
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.rank_run import RankRun, ScoredChunk
-from t0repro.evaluation.reading import CHUNKS_IN_BUFFER, TaskReader, read_buffers
+from t0repro.evaluation.reading import TaskReader, read_buffers
 from t0repro.evaluation.score_journal import ScoreJournal, roundings
 from t0repro.evaluation.selection import Selection, check_vocabulary, select_tasks
 from t0repro.evaluation.task_output import TaskOutput, TaskResult
@@ -44,13 +43,8 @@ from t0repro.words import counted
 CONTENT_FREE = "N/A"
 """The input of contextual calibration (Zhao et al. 2021, arXiv 2102.09690)."""
 
-# About 2.5 KB each. Smaller read buffers would need more compiled shapes and pack worse.
+# About 2.5 KB each. With smaller read buffers, more batches would have empty rows.
 PAIRS_IN_MEMORY = 131_072
-
-
-def chunk_size() -> int:
-    """Maximum examples per chunk of a task; each chunk has its own batches."""
-    return max(PAIRS_IN_MEMORY // CHUNKS_IN_BUFFER, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +62,7 @@ class Outcome:
       distinct: number of distinct pairs, summed over read buffers.
       scored: number of pairs that were not in the journal and were scored.
       padding: fraction of array entries that were padding, in [0, 1].
-      shapes: number of distinct batch shapes.
+      programs: number of programs that were compiled.
       seconds: time spent scoring.
       decoded: number of inputs decoded.
       decoding_seconds: time spent decoding.
@@ -84,7 +78,7 @@ class Outcome:
     distinct: int = 0
     scored: int = 0
     padding: float = 0.0
-    shapes: int = 0
+    programs: int = 0
     seconds: float = 0.0
     decoded: int = 0
     decoding_seconds: float = 0.0
@@ -195,7 +189,7 @@ class _Evaluation:
             path, selected.ranked, selected.generated, left_out=selected.left_out
         )
         self._tokens = self._entries = 0
-        self._shapes: set[tuple[int, int, int]] = set()
+        self._programs: set[tuple[int, ...]] = set()
 
     def run(self) -> Outcome:
         """Ranks and decodes the tasks that are not finished; returns the summary."""
@@ -260,7 +254,7 @@ class _Evaluation:
         name = scored.chunk.task
         # Create it only for the first chunk: creation empties the task's files.
         if name not in tasks:
-            tasks[name] = _RankedTask(self._output(readers[name]), scored.tokens_per_batch)
+            tasks[name] = _RankedTask(self._output(readers[name]))
         task = tasks[name]
         task.add(scored)
         if not scored.chunk.last:
@@ -289,14 +283,14 @@ class _Evaluation:
         plan, outcome = run.plan, self.outcome
         self._tokens += plan.input_tokens + plan.target_tokens
         self._entries += plan.padded_inputs + plan.padded_targets
-        self._shapes |= plan.shapes
+        self._programs |= plan.programs
         self.outcome = dataclasses.replace(
             outcome,
             pairs=outcome.pairs + len(run.pairs.index),
             distinct=outcome.distinct + len(run.pairs),
             scored=outcome.scored + run.scored,
             padding=1 - self._tokens / self._entries if self._entries else 0.0,
-            shapes=len(self._shapes),
+            programs=len(self._programs),
             seconds=outcome.seconds + seconds,
         )
 
@@ -327,11 +321,10 @@ class _RankedTask:
 
     Args:
       output: the task's output.
-      tokens_per_batch: recorded, because with the task it determines each batch.
     """
 
-    def __init__(self, output: TaskOutput, tokens_per_batch: int):
-        self.output, self._tokens = output, tokens_per_batch
+    def __init__(self, output: TaskOutput):
+        self.output = output
         self._seconds = 0.0
         self._indices: list[np.ndarray] = []
         self._free: list[np.ndarray] = []
@@ -346,12 +339,8 @@ class _RankedTask:
             self._free.append(scored.content_free)
 
     def details(self) -> dict[str, Any]:
-        """Seconds, batches and content-free scores, as they go into the task's record."""
-        found: dict[str, Any] = {
-            "seconds": self._seconds,
-            "tokens_per_batch": self._tokens,
-            "content_free": None,
-        }
+        """Seconds and content-free scores, as they go into the task's record."""
+        found: dict[str, Any] = {"seconds": self._seconds, "content_free": None}
         if self._free:
             indices = np.array(self._indices)
             order = np.lexsort((indices[:, 1], indices[:, 0]))  # as in TaskScores

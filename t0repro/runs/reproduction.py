@@ -16,13 +16,13 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from t0repro.config.model import DType, DTypePolicy
 from t0repro.converters.hf_config import Computation
 from t0repro.evaluation.opened import make_scoring_config
+from t0repro.evaluation.pairs import Pairs, collect_pairs
 from t0repro.parameters.shape import ModelShape
 from t0repro.runs.rank_eval import PAIRS_IN_MEMORY
 from t0repro.tasks.catalog import catalog, label
@@ -121,15 +121,15 @@ class Speed:
 
     Attributes:
       flops: Per second of scoring, padding included.
-      compilation: Seconds to compile one batch shape.
-      shapes: Batch shapes of the prompts.
+      compilation: Seconds to compile one program.
+      programs: Programs that the prompts take.
       overhead: Bytes of memory besides parameters.
       on_host: Whether this memory is the host's, not an accelerator's.
     """
 
     flops: float
     compilation: float
-    shapes: int
+    programs: int
     overhead: int
     on_host: bool
 
@@ -173,35 +173,34 @@ def make_plan(
       activation: See EvaluationSettings.
       seconds: How long to measure; a batch that has begun is finished.
     """
-    from t0repro.evaluation.engine import default_tokens_per_batch
-    from t0repro.evaluation.grouping import make_batching
+    from t0repro.evaluation.grouping import choice_class, input_class
 
-    per_batch, generator = default_tokens_per_batch(), np.random.default_rng(0)
+    generator = np.random.default_rng(0)
     splits = {(each.dataset, each.split): each for each in rows}
     timed, total = [], Tokens(0, 0, 0)
-    shapes: set[tuple[int, int, int]] = set()
     for task, key in _splits_of_tasks().items():
         if splits[key].to_fetch is None:
             continue
         inputs = min(limit or splits[key].inputs, splits[key].inputs)
         sample = min(inputs, _INPUTS)
         pairs = _random_pairs(_lengths()[task], sample, generator)
-        batching = make_batching(pairs, per_batch)
+        # Of all inputs, hardly a batch has empty rows.
+        padded_inputs = sum(input_class(len(tokens)) for tokens in pairs.inputs)
+        padded_targets = sum(choice_class(len(tokens)) for tokens in pairs.targets)
         total = Tokens(
-            total.inputs + inputs / sample * batching.padded_inputs,
-            total.targets + inputs / sample * batching.padded_targets,
+            total.inputs + inputs / sample * padded_inputs,
+            total.targets + inputs / sample * padded_targets,
             total.pairs + inputs / sample * len(pairs),
         )
-        shapes |= batching.shapes
-        timed.append((pairs, batching))
+        timed.append(pairs)
     # A minute may not be enough for all prompts: time some of each dataset.
     generator.shuffle(timed)
-    speed = _measure(shape, timed, activation, len(shapes), seconds)
+    speed = _measure(shape, timed, activation, seconds)
     parameters = shape.parameter_count() * np.dtype(np.float32).itemsize
     memory = parameters // (1 if activation == "float32" else 2) + speed.overhead
     if speed.on_host:
         memory += int(_BYTES_PER_PAIR * min(total.pairs, PAIRS_IN_MEMORY))
-    duration = total.flops(shape) / speed.flops + speed.compilation * speed.shapes
+    duration = total.flops(shape) / speed.flops + speed.compilation * speed.programs
     return Plan(tuple(rows), weights, total, speed, memory, duration)
 
 
@@ -228,13 +227,8 @@ def _lengths() -> dict[str, _Lengths]:
     }
 
 
-def _random_pairs(lengths: _Lengths, inputs: int, generator: np.random.Generator) -> Any:
-    """Inputs and choices of a prompt's lengths, drawn at random from their quantiles.
-
-    Evenly spaced lengths would need less padding than those of a sample of rows: in batches of four
-    inputs, a fifth less.
-    """
-    from t0repro.evaluation.pairs import collect_pairs
+def _random_pairs(lengths: _Lengths, inputs: int, generator: np.random.Generator) -> Pairs:
+    """Inputs and choices of a prompt's lengths, drawn at random from their quantiles."""
 
     def draw(quantiles: np.ndarray, number: int) -> np.ndarray:
         at = generator.random(number)
@@ -251,9 +245,7 @@ def _random_pairs(lengths: _Lengths, inputs: int, generator: np.random.Generator
     return collect_pairs(examples)
 
 
-def _measure(
-    shape: ModelShape, timed: Sequence[Any], activation: DType, shapes: int, seconds: float
-) -> Speed:
+def _measure(shape: ModelShape, timed: Sequence[Pairs], activation: DType, seconds: float) -> Speed:
     """Scores the pairs of one dataset after the other until the time is over."""
     import jax
 
@@ -274,23 +266,25 @@ def _measure(
     params = jax.tree.map(lambda leaf: jax.numpy.full(leaf.shape, 0.01, leaf.dtype), leaves)
     engine = Engine(params, model)
     flops = spent = compiling = 0.0
-    compiled: set[tuple[int, int, int]] = set()
-    peaks: list[tuple[int, int]] = []  # number of compiled shapes, bytes
+    plans = [engine.plan(pairs) for pairs in timed]
+    programs = frozenset[tuple[int, ...]]().union(*(plan.programs for plan in plans))
+    compiled: set[tuple[int, ...]] = set()
+    peaks: list[tuple[int, int]] = []  # number of compiled programs, bytes
     started = time.monotonic()
-    for pairs, batching in itertools.cycle(timed):
-        if not batching.shapes <= compiled:
+    for pairs, plan in itertools.cycle(zip(timed, plans, strict=True)):
+        if not plan.programs <= compiled:
             before = time.monotonic()
-            list(engine.run(pairs, batching))
+            list(engine.run(pairs, plan))
             compiling += time.monotonic() - before
         before = time.monotonic()
-        list(engine.run(pairs, batching))
+        list(engine.run(pairs, plan))
         took = time.monotonic() - before
-        if not batching.shapes <= compiled:
+        if not plan.programs <= compiled:
             compiling -= took
-            compiled |= batching.shapes
+            compiled |= plan.programs
             peaks.append((len(compiled), peak_memory()))
         spent += took
-        tokens = Tokens(batching.padded_inputs, batching.padded_targets, len(pairs))
+        tokens = Tokens(plan.padded_inputs, plan.padded_targets, len(pairs))
         flops += tokens.flops(shallow)
         if time.monotonic() - started > seconds:
             break
@@ -300,10 +294,11 @@ def _measure(
     on_host = jax.default_backend() == "cpu"
     overhead = peak_memory() - held
     if on_host and peaks[-1][0] > peaks[0][0]:
-        # A host keeps every shape's programs: count those that the time was too short for.
-        per_shape = (peaks[-1][1] - peaks[0][1]) / (peaks[-1][0] - peaks[0][0])
-        overhead += int(per_shape * max(0, shapes - len(compiled)))
-    return Speed(flops / spent, max(compiling, 0.0) / len(compiled), shapes, overhead, on_host)
+        # A host keeps every program: count those that the time was too short for.
+        per_program = (peaks[-1][1] - peaks[0][1]) / (peaks[-1][0] - peaks[0][0])
+        overhead += int(per_program * (len(programs) - len(compiled)))
+    compilation = max(compiling, 0.0) / len(compiled)
+    return Speed(flops / spent, compilation, len(programs), overhead, on_host)
 
 
 def peak_memory() -> int:

@@ -105,7 +105,6 @@ def scored(
     checkpoint: Checkpoint,
     chunks: Sequence[Chunk],
     lengths: Mapping[str, int],
-    tokens_per_batch: int,
     note_rounding: Callable[[str], object],
 ) -> list[Outputs]:
     """Scores the targets of a read buffer; pairs that its chunks share are scored once.
@@ -114,20 +113,13 @@ def scored(
       checkpoint: the checkpoint to score with.
       chunks: the read buffer.
       lengths: maximum tokens per feature.
-      tokens_per_batch: see grouping.make_batching.
       note_rounding: see engine.Engine.
 
     Raises:
       UserError: if a score is NaN or Inf, naming task, example and step.
     """
     found: dict[int, ScoredChunk] = {}
-    run = RankRun(
-        checkpoint,
-        chunks,
-        lengths,
-        tokens_per_batch=tokens_per_batch,
-        note_rounding=note_rounding,
-    )
+    run = RankRun(checkpoint, chunks, lengths, note_rounding=note_rounding)
     # Key by identity: equal chunks of two tasks are still two chunks.
     run.score(lambda chunk: found.update({id(chunk.chunk): chunk}))
     return [Outputs(each.scores, each.seconds) for each in (found[id(chunk)] for chunk in chunks)]

@@ -78,11 +78,7 @@ def _score(configuration: Configuration[CheckpointRun], examples: Sequence[Any])
     lengths = config.sequence_length
     assert lengths is not None
     (checkpoint,) = loaded(configuration, iter([one_checkpoint(config)]))
-    # The engine's limit is in tokens, a run's in sequences: convert by a batch of full rows.
-    tokens = config.batch_size * max(lengths.values())
-    scores = score_examples(
-        checkpoint.params, checkpoint.model, examples, lengths, tokens_per_batch=tokens
-    )
+    scores = score_examples(checkpoint.params, checkpoint.model, examples, lengths)
     # Check before writing: a score that is NaN or Inf is not a result.
     check_finite(scores, config.mode, checkpoint.step)
     with ScoreFiles(configuration) as files:

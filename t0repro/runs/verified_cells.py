@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,6 @@ from t0repro.progress import say
 
 if TYPE_CHECKING:
     from t0repro.evaluation.opened import Checkpoint
-    from t0repro.evaluation.reading import Chunk
 
 PER_TOKEN = 1e-4
 """Largest accepted difference of a score, per target token, if the device is another one."""
@@ -60,95 +60,58 @@ def recompute_cells(
     cells: Sequence[int],
     exact: bool,
 ) -> Iterator[Finding]:
-    """Reads a task again, scores the batches that hold the cells, and compares line by line."""
-    from t0repro.evaluation.reading import TaskReader, split_into_chunks
-    from t0repro.runs.rank_eval import chunk_size
+    """Reads a task again, scores the cells, and compares line by line."""
+    from t0repro.evaluation.engine import score_examples
+    from t0repro.evaluation.reading import TaskReader, group_by_input
 
     key = record["key"]
-    name, step = key["task"], key["step"]
-    reader = TaskReader(
-        name, key["split"], key["lengths"], key["limit"], "cache" in (key["data"] or {})
-    )
+    name, step, lengths = key["task"], key["step"], key["lengths"]
+    reader = TaskReader(name, key["split"], lengths, key["limit"], "cache" in (key["data"] or {}))
     say(f"recomputing {len(cells)} of {name}")
     # A cell is its input's number, counted over the task's inputs in order.
-    wanted, start, inputs = set(cells), 0, 0
-    missing = set(wanted)
-    for chunk in split_into_chunks(name, reader.examples(), chunk_size()):
-        numbers = _input_numbers(chunk, inputs)
-        inside = wanted & set(numbers)
-        if inside:
-            missing -= inside
-            scores = _scores(checkpoint, chunk, record, inside, numbers)
-            for at in sorted(inside):
-                rows = [row for row, number in enumerate(numbers) if number == at]
-                yield _compared(reader, chunk, rows, start, scores, eval_dir, step, exact)
-        start += len(chunk.examples)
-        inputs = (numbers[-1] + 1) if numbers else inputs
-    for at in sorted(missing):
+    wanted, line = set(cells), 0
+    found: list[tuple[int, list[dict[str, Any]]]] = []
+    for number, (_, choices) in enumerate(group_by_input(reader.examples())):
+        if number in wanted:
+            found.append((line, choices))
+            wanted.remove(number)
+        line += len(choices)
+    examples = [example for _, choices in found for example in choices]
+    scores = iter(score_examples(checkpoint.params, checkpoint.model, examples, lengths))
+    for line, choices in found:
+        own = list(itertools.islice(scores, len(choices)))
+        yield _compared(reader, name, choices, line, own, eval_dir, step, exact)
+    for at in sorted(wanted):
         yield Finding(f"{name}, input {at}", False, "the rows no longer have it", True)
-
-
-def _input_numbers(chunk: Chunk, first: int) -> list[int]:
-    """For each example of a chunk, the number of its input among the task's inputs."""
-    from t0repro.evaluation.reading import group_by_input
-
-    inputs = enumerate(group_by_input(chunk.examples), first)
-    return [number for number, (_, choices) in inputs for _ in choices]
-
-
-def _scores(
-    checkpoint: Checkpoint,
-    chunk: Chunk,
-    record: Mapping[str, Any],
-    inside: Collection[int],
-    numbers: Sequence[int],
-) -> np.ndarray:
-    """Scores of the chunk's examples, float32; NaN if their batch was not needed."""
-    from t0repro.evaluation.engine import Engine
-    from t0repro.evaluation.grouping import make_batching
-    from t0repro.evaluation.pairs import collect_pairs
-
-    pairs = collect_pairs(chunk.examples, record["key"]["lengths"])
-    plan = make_batching(pairs, record["tokens_per_batch"])
-    own = {int(pairs.index[row]) for row, number in enumerate(numbers) if number in inside}
-    needed = tuple(batch for batch in plan.batches if own & set(batch.pairs.tolist()))
-    scores = np.full(len(pairs), np.nan)
-    # No batch has an empty target, whose log-likelihood is that of nothing.
-    scores[[not len(target) for target in pairs.targets]] = 0.0
-    engine = Engine(checkpoint.params, checkpoint.model)
-    for found in engine.run(pairs, dataclasses.replace(plan, batches=needed)):
-        scores[found.pairs] = found.scores
-    return pairs.expand_to_examples(scores).astype(np.float32)
 
 
 def _compared(
     reader: Any,
-    chunk: Chunk,
-    rows: Sequence[int],
+    task: str,
+    choices: Sequence[Mapping[str, Any]],
     start: int,
-    scores: np.ndarray,
+    scores: Sequence[np.float32],
     eval_dir: Path,
     step: int,
     exact: bool,
 ) -> Finding:
     """Compares one cell's lines in the three files with recomputed ones."""
-    what = f"{chunk.task}, line {start + rows[0] + 1}"
+    what = f"{task}, line {start + 1}"
     worst = 0.0
-    for row in rows:
-        example, line = chunk.examples[row], start + row
+    for line, (example, computed_score) in enumerate(zip(choices, scores, strict=True), start):
         text = example.get("inputs_pretokenized", b"")
         text = text.decode("utf-8") if isinstance(text, bytes) else str(text)
         again = {
-            f"{chunk.task}_inputs": text,
-            f"{chunk.task}_targets": str(reader.judge.target(example)),
+            f"{task}_inputs": text,
+            f"{task}_targets": str(reader.judge.target(example)),
         }
         for file, computed in again.items():
             recorded = read_line_of(eval_dir / file, line)
             # The files hold one line per example, with newlines replaced.
             if recorded != computed.replace("\n", " "):
                 return Finding(what, False, f"{file} has another line than the rows give", True)
-        score = reader.judge.postprocess(scores[row], example=example)
-        recorded = read_line_of(eval_dir / f"{chunk.task}_{step}_predictions", line)
+        score = reader.judge.postprocess(computed_score, example=example)
+        recorded = read_line_of(eval_dir / f"{task}_{step}_predictions", line)
         if recorded == str(score):
             continue
         length = max(np.count_nonzero(example["targets"]), 1)

@@ -7,7 +7,7 @@ Four things are checked, the cheap ones first:
                 scores.csv and scores.parquet are written again from the scores
     hashes      the score files, the prompts, the rows and the checkpoint match their records
     cells       random examples are read from the rows or the cache, rendered, tokenized and scored
-                with the checkpoint, each in its original batch
+                with the checkpoint
 
 If a share f of the examples was altered, and all records and figures were changed to match, k cells
 reveal it with a probability of at least 1 - (1 - f) ** k.
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from t0repro.errors import UserError
-from t0repro.evaluation.evaluation_facts import jax_device, package_versions, scores_sha256
+from t0repro.evaluation.evaluation_facts import package_versions, rounds_alike, scores_sha256
 from t0repro.evaluation.records import RESULTS, digest_of_texts, read_records
 from t0repro.reports.prompts import PromptInfo
 from t0repro.reports.report import Report, load_report
@@ -74,7 +74,7 @@ def verify(
     records = {
         name: record
         for name, record in read_records(eval_dir, step).items()
-        if record.get("mode") == "rank" and {"tokens_per_batch", "dropped_rows"} <= record.keys()
+        if record.get("mode") == "rank" and record["key"].get("command") == "rank_eval"
     }
     if not records or report.provenance.checkpoint_hash is None:
         raise UserError(
@@ -92,10 +92,8 @@ def verify(
         yield Finding("checkpoint", False, f"its hash is {opened.digest}")
         return
     yield Finding("checkpoint", True, f"hash {opened.digest}")
-    # A record determines its batches, so the same device and packages give the same bits.
     exact = (
-        report.provenance.device == jax_device()
-        and report.provenance.versions == package_versions()
+        rounds_alike(report.provenance.device) and report.provenance.versions == package_versions()
     )
     for task, cells in chosen_cells(records, sample, seed).items():
         yield from recompute_cells(opened, eval_dir, records[task], cells, exact)

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from t0repro.config.decoding import GREEDY
 from t0repro.config.model import DTypePolicy
 from t0repro.errors import UserError
-from t0repro.evaluation import engine, packing
+from t0repro.evaluation import engine
 from t0repro.evaluation.engine import Engine, score_examples, score_pairs
 from t0repro.evaluation.generation import generate_tokens
-from t0repro.evaluation.grouping import make_batching
 from t0repro.evaluation.pairs import collect_pairs
 from t0repro.model.t5 import T5
 from t0repro.progress import heard_by
@@ -58,22 +57,35 @@ def per_token(examples, a, b):
 
 
 @settings(max_examples=5)
-@given(st.integers(0, 2**16), st.integers(4, 160), st.integers(1, 9), st.randoms())
-def test_scores_agree_with_plain_scoring_whatever_batch_size_grouping_and_order(
-    params, seed, tokens, choices, order
-):
+@given(st.integers(0, 2**16), st.integers(1, 9), st.randoms())
+def test_scores_agree_with_plain_scoring(params, seed, choices, order):
     examples = examples_of(seed, 5, choices)
     order.shuffle(examples)
-    scores = score_examples(params, MODEL, examples, None, tokens)
+    scores = score_examples(params, MODEL, examples, None)
     assert scores.dtype == np.float32
     assert per_token(examples, scores, plain_scores(params, examples)).max() <= TOLERANCE
 
 
-def test_scores_agree_when_choices_take_several_rows(params, monkeypatch):
-    monkeypatch.setattr(packing, "MAX_ROW", 8)
-    examples = examples_of(3, 3, 9)
-    scores = score_examples(params, MODEL, examples, None, 64)
-    assert per_token(examples, scores, plain_scores(params, examples)).max() <= TOLERANCE
+@pytest.mark.parametrize("activation", ["float32", "bfloat16"])
+def test_a_score_has_the_same_bits_in_any_order_and_company(params, activation):
+    """So many pairs that they fill several batches, one of them with an empty input."""
+    model = T5(CONFIG, DTypePolicy("float32", "float32", activation))
+    examples, random = examples_of(11, 90, 4, longest=32), np.random.default_rng(0)
+    expected = score_examples(params, model, examples, None)
+    for _ in range(6):
+        some = random.permutation(len(examples))[: random.integers(1, len(examples) + 1)]
+        found = score_examples(params, model, [examples[n] for n in some], None)
+        assert found.tobytes() == expected[some].tobytes()
+
+
+@pytest.mark.parametrize("tokens", [1, 600, 5000])
+def test_how_many_batches_are_under_way_changes_no_bit(params, tokens):
+    pairs = collect_pairs(examples_of(11, 90, 4, longest=32))
+    engine = Engine(params, MODEL, tokens_per_batch=tokens)
+    scores = np.zeros(len(pairs))
+    for found in engine.run(pairs, engine.plan(pairs)):
+        scores[found.pairs] = found.scores
+    assert scores.tobytes() == score_pairs(params, MODEL, pairs).tobytes()
 
 
 def test_scores_agree_at_the_sequence_lengths_of_the_run(params):
@@ -88,20 +100,19 @@ def test_each_distinct_input_is_encoded_once_and_each_pair_scored_once(params, m
     encoded, decoded = [], []
     encode, decode = engine.encode, engine.decode
 
-    def counting_encode(model, params, inputs, segments):
-        encoded.append(segments.max(axis=-1).sum())
-        return encode(model, params, inputs, segments)
+    def counting_encode(*arguments):
+        encoded.append((arguments[4] > 0).sum())
+        return encode(*arguments)
 
-    def counting_decode(model, params, memory, segments_read, targets, *rest, **options):
-        decoded.append((targets == 1).sum())
-        return decode(model, params, memory, segments_read, targets, *rest, **options)
+    def counting_decode(*arguments, **options):
+        decoded.append((arguments[6] == 1).sum())
+        return decode(*arguments, **options)
 
     monkeypatch.setattr(engine, "encode", counting_encode)
     monkeypatch.setattr(engine, "decode", counting_decode)
-    examples = examples_of(5, 6, 5)[1:]
-    examples = [e for e in examples if len(e["inputs"])]
+    examples = [e for e in examples_of(5, 40, 5)[1:] if len(e["inputs"])]
     pairs = collect_pairs(examples + examples)
-    score_pairs(params, MODEL, pairs, 48)
+    score_pairs(params, MODEL, pairs)
     assert sum(encoded) == len(pairs.inputs) < len(pairs)
     assert sum(decoded) == len(pairs) < 2 * len(examples)
 
@@ -126,34 +137,58 @@ class OutOfMemory:
     def __init__(self, rows, message="RESOURCE_EXHAUSTED: 12 GB asked for"):
         self.rows, self.message, self.encode, self.tried = rows, message, engine.encode, []
 
-    def __call__(self, model, params, inputs, segments):
-        self.tried.append(len(inputs))
-        if len(inputs) > self.rows:
+    def __call__(self, model, params, kept, inputs, *rest):
+        self.tried.append(inputs.shape[1])
+        if inputs.shape[1] > self.rows:
             raise jax.errors.JaxRuntimeError(self.message)
-        return self.encode(model, params, inputs, segments)
+        return self.encode(model, params, kept, inputs, *rest)
 
 
 def test_a_batch_that_memory_does_not_hold_is_halved_and_said(params, monkeypatch):
     examples = [
         {"inputs": [n] * length, "targets": [n, 1]} for length in (31, 32) for n in range(2, 26)
     ]
-    expected = score_examples(params, MODEL, examples, None, 768)
-    device, said = OutOfMemory(3), []
+    expected = score_examples(params, MODEL, examples, None)
+    device, said, rounded_by = OutOfMemory(4), [], []
     monkeypatch.setattr(engine, "encode", device)
-    pairs = collect_pairs(examples)
+    pairs, scores = collect_pairs(examples), np.full(len(examples), np.nan)
+    own = Engine(params, MODEL, note_rounding=rounded_by.append)
     with heard_by(said.append):
-        scores = score_pairs(params, MODEL, pairs, 768)
+        for found in own.run(pairs, own.plan(pairs)):
+            scores[found.pairs] = found.scores
     np.testing.assert_allclose(pairs.expand_to_examples(scores), expected, atol=1e-5)
     assert said == [
-        "Out of memory with 12 rows of 64 input and 16 target tokens: continuing with 6.",
-        "Out of memory with 6 rows of 64 input and 16 target tokens: continuing with 3.",
+        "Out of memory with 512 input tokens at once: continuing with 256.",
+        "Out of memory with 256 input tokens at once: continuing with 128.",
     ]
-    assert device.tried.count(12) == 1  # later batches are halved before they are tried
+    assert set(rounded_by) == {"batches that were split to fit the memory"}
+    assert device.tried.count(16) == 1  # later batches are halved before they are tried
+
+
+def test_what_was_scored_before_memory_ran_out_is_not_scored_again(params, monkeypatch):
+    examples = examples_of(11, 60, 4, longest=100)
+    pairs = collect_pairs(examples)
+    own = Engine(params, MODEL, tokens_per_batch=1)
+    dispatch, calls = Engine._dispatch, []
+
+    def fails_once(self, *arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+        return dispatch(self, *arguments)
+
+    monkeypatch.setattr(Engine, "_dispatch", fails_once)
+    with heard_by(lambda text: None):
+        scored = [int(pair) for found in own.run(pairs, own.plan(pairs)) for pair in found.pairs]
+    assert sorted(scored) == list(range(len(pairs)))
 
 
 def test_one_row_that_memory_does_not_hold_is_a_users_error(params, monkeypatch):
     monkeypatch.setattr(engine, "encode", OutOfMemory(0))
-    with pytest.raises(UserError, match="Not even one input of 32 input and 16 target tokens fits"):
+    with (
+        pytest.raises(UserError, match="Not even one input of 32 tokens fits"),
+        heard_by(lambda text: None),
+    ):
         score_examples(params, MODEL, [{"inputs": [5], "targets": [6, 1]}], None)
 
 
@@ -167,37 +202,38 @@ def test_batches_come_in_the_plans_order_while_the_next_one_is_under_way(params,
     started = []
     dispatch = Engine._dispatch
 
-    def noting(self, batch, pairs):
+    def noting(self, batch, *rest):
         started.append(batch)
-        return dispatch(self, batch, pairs)
+        return dispatch(self, batch, *rest)
 
     monkeypatch.setattr(Engine, "_dispatch", noting)
-    pairs = collect_pairs([{"inputs": [n] * 8, "targets": [n, 1]} for n in range(2, 14)])
-    plan = make_batching(pairs, 32)
-    run = Engine(params, MODEL).run(pairs, plan)
-    assert next(run).pairs.tolist() == plan.batches[0].pairs.tolist()
+    examples = [{"inputs": [n] * 8, "targets": [n] * m} for n in range(2, 20) for m in (2, 9, 20)]
+    pairs, own = collect_pairs(examples), Engine(params, MODEL)
+    plan = own.plan(pairs)
+    planned = [batch.pairs[batch.pairs >= 0].tolist() for batch in plan.batches]
+    run = own.run(pairs, plan)
+    assert next(run).pairs.tolist() == planned[0]
     assert started == list(plan.batches[:2])
-    assert [s.pairs.tolist() for s in run] == [b.pairs.tolist() for b in plan.batches[1:]]
+    assert [s.pairs.tolist() for s in run] == planned[1:]
 
 
-def test_batches_of_the_same_lengths_are_compiled_once(params):
-    """Fixed shapes by buckets: more examples of the same lengths bring no new program."""
+def test_a_plan_says_which_programs_are_compiled(params):
+    """Fixed shapes: more examples of the same lengths bring no new program."""
     model = T5(dataclasses.replace(MODEL.config, z_loss=0.5), MODEL.dtypes)  # compiled nowhere else
-    programs = (engine.encode, engine.decode)
+    programs, own = (engine.encode, engine.decode), Engine(params, model)
 
     def compiled(inputs):
         pairs = collect_pairs(examples_of(7, inputs, 2), None)
-        plan = make_batching(pairs, 64)
+        plan = own.plan(pairs)
         before = [program._cache_size() for program in programs]
-        for _ in Engine(params, model).run(pairs, plan):
+        for _ in own.run(pairs, plan):
             pass
-        shapes = {(batch.size, batch.inputs_length) for batch in plan.batches}
         new = [p._cache_size() - count for p, count in zip(programs, before, strict=True)]
-        return new, len(shapes), len(plan.batches)
+        return sum(new), len(plan.programs)
 
-    (encoders, decoders), shapes, batches = compiled(24)
-    assert encoders == shapes < batches and decoders <= batches
-    assert compiled(24)[0] == [0, 0]
+    new, planned = compiled(24)
+    assert new == planned == 3  # inputs of up to 32 tokens; choices of up to 4 and 8
+    assert compiled(60) == (0, planned)
 
 
 def test_misses_are_the_targets_that_greedy_decoding_would_not_choose(params):
@@ -210,9 +246,9 @@ def test_misses_are_the_targets_that_greedy_decoding_would_not_choose(params):
     other = [
         {**each, "targets": [*each["targets"][:-1], each["targets"][-1] + 1]} for each in examples
     ]
-    pairs = collect_pairs(examples + other)
+    pairs, own = collect_pairs(examples + other), Engine(params, MODEL, misses=True)
     misses = np.full(len(pairs), np.nan)
-    for scored in Engine(params, MODEL, misses=True).run(pairs, make_batching(pairs, 48)):
+    for scored in own.run(pairs, own.plan(pairs)):
         misses[scored.pairs] = scored.misses
     expected = [0.0] * len(examples) + [1.0] * len(other)
     assert pairs.expand_to_examples(misses).tolist() == expected

@@ -3,9 +3,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t0repro.evaluation import grouping, packing
-from t0repro.evaluation.grouping import make_batching
-from t0repro.evaluation.pairs import collect_pairs, concatenate_pairs
+from t0repro.evaluation.grouping import (
+    Sizes,
+    choice_class,
+    input_class,
+    make_plan,
+    memory_class,
+)
+from t0repro.evaluation.pairs import collect_pairs
 
 TOKENS = st.lists(st.integers(1, 5), max_size=40)
 EXAMPLES = st.lists(
@@ -47,102 +52,70 @@ def test_a_target_with_a_hole_is_refused():
         collect_pairs(examples_of(([5], [7, 1]), ([5], [7, 0, 1])))
 
 
-@given(EXAMPLES, st.integers(8, 200))
-def test_every_pair_with_tokens_is_planned_once_in_bounded_shapes(examples, tokens):
+def test_lengths_are_padded_to_few_classes():
+    inputs, choices = (sorted({f(n) for n in range(300)}) for f in (input_class, choice_class))
+    assert inputs == [32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320]
+    assert choices == [4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384]
+    assert all(n <= input_class(n) and n <= choice_class(n) for n in range(300))
+    assert [memory_class(n) for n in (32, 64, 80, 128, 160)] == [64, 64, 128, 128, 256]
+
+
+@given(EXAMPLES, st.integers(1, 4), st.sampled_from([Sizes(32, 256), Sizes(64, 2048), Sizes()]))
+def test_every_pair_with_tokens_is_planned_once_in_a_row_of_its_own(examples, parts, sizes):
     pairs = collect_pairs(examples)
-    plan = make_batching(pairs, tokens)
-    planned = [int(p) for batch in plan.batches for p in batch.pairs]
-    assert sorted(planned) == [p for p in range(len(pairs)) if len(pairs.targets[p])]
-    encoded = [number for batch in plan.batches for row in batch.rows for number in row.inputs]
+    plan = make_plan(pairs, sizes, parts)
+    planned = [int(pair) for batch in plan.batches for pair in batch.pairs.flat if pair >= 0]
+    assert sorted(planned) == [n for n in range(len(pairs)) if len(pairs.targets[n])]
+    microbatches = {each for batch in plan.batches for each in batch.microbatches}
+    encoded = [int(n) for each in microbatches for n in each.inputs.flat if n >= 0]
     assert len(encoded) == len(set(encoded))  # each input is encoded once
-    assert len(plan.shapes) <= grouping.MAX_INPUT_LEVELS * grouping.MAX_TARGET_LEVELS
     for batch in plan.batches:
-        assert len(batch.rows) <= batch.size
-        assert batch.size == 1 or batch.size * batch.inputs_length <= tokens
+        assert len(batch.pairs) == parts
+        assert batch.shape == (
+            sizes.choice_rows(batch.length, batch.memory),
+            batch.length,
+            batch.memory,
+        )
 
 
-@given(EXAMPLES)
-def test_arrays_hold_the_tokens_and_padding_is_counted_exactly(examples):
+@given(EXAMPLES, st.integers(1, 4), st.sampled_from([Sizes(32, 256), Sizes(64, 2048), Sizes()]))
+def test_every_choice_reads_its_own_input_and_an_empty_one_zeros(examples, parts, sizes):
+    """Of what is kept on each device, which later microbatches overwrite."""
+    pairs, encoded = collect_pairs(examples), set()
+    plan = make_plan(pairs, sizes, parts)
+    rooms: dict[int, np.ndarray] = {}
+    for batch in plan.batches:
+        zeros = np.zeros((parts, batch.kept + batch.memory), int)
+        pool = rooms.setdefault(batch.memory, zeros)
+        for each in batch.microbatches:
+            if each not in encoded:
+                ids = each.arrays(pairs)[0].reshape(parts, -1)
+                pool[:, each.start : each.start + ids.shape[1]] = ids
+                encoded.add(each)
+        targets, starts, lengths = batch.arrays(pairs)
+        for (part, row), pair in np.ndenumerate(batch.pairs):
+            if pair < 0:
+                assert not targets[part, row].any() and not lengths[part, row]
+                continue
+            read = pool[part, starts[part, row] :][: batch.memory]
+            source = pairs.inputs[pairs.input_of[pair]]
+            assert len(read) == batch.memory and lengths[part, row] == len(source)
+            assert read[: len(source)].tolist() == source.tolist()
+            assert len(source) or not read.any()
+            target = pairs.targets[pair]
+            assert targets[part, row, : len(target)].tolist() == target.tolist()
+            assert not targets[part, row, len(target) :].any()
+
+
+@given(EXAMPLES, st.booleans())
+def test_padding_is_counted_exactly(examples, decoder_only):
     pairs = collect_pairs(examples)
-    plan = make_batching(pairs, 64)
-    inputs = [batch.inputs(pairs)[0] for batch in plan.batches]
-    rows = [rows for batch in plan.batches for rows in batch.decoder_rows(pairs)]
-    entries = sum(x.size for x in inputs) + sum(r.targets.size for r in rows)
-    tokens = sum((x > 0).sum() for x in inputs) + sum((r.targets > 0).sum() for r in rows)
+    plan = make_plan(pairs, Sizes(64, 2048), decoder_only=decoder_only)
+    microbatches = {each for batch in plan.batches for each in batch.microbatches}
+    arrays = [each.arrays(pairs)[0] for each in (*microbatches, *plan.batches)]
+    entries = sum(ids.size for ids in arrays)
+    tokens = sum((ids > 0).sum() for ids in arrays)
     assert plan.padding == pytest.approx(1 - tokens / entries if entries else 0.0)
-    for found in rows:
-        for pair in set(found.pair[found.pair >= 0].tolist()):
-            assert found.targets[found.pair == pair].tolist() == pairs.targets[pair].tolist()
-            assert len(set(found.segments[found.pair == pair].tolist())) == 1
-        assert ((found.segments > 0) == (found.pair >= 0)).all()
-
-
-@given(EXAMPLES, st.integers(8, 200))
-def test_every_choice_reads_its_own_input_and_no_other(examples, tokens):
-    pairs = collect_pairs(examples)
-    for batch in make_batching(pairs, tokens).batches:
-        ids, segments = batch.inputs(pairs)
-        for rows in batch.decoder_rows(pairs):
-            for at, place in zip(*np.nonzero(rows.pair >= 0), strict=True):
-                read = ids[at][segments[at] == rows.reads[at, place]]
-                source = pairs.inputs[pairs.input_of[rows.pair[at, place]]]
-                assert read.tolist() == source.tolist()
-            for choices in (rows.segments, rows.reads):  # in one piece each, side by side
-                steps = np.diff(choices, axis=1)
-                assert ((steps >= 0) | (choices[:, 1:] == 0)).all()
-
-
-def test_an_empty_input_shares_its_row_with_no_other():
-    pairs = collect_pairs(examples_of(([], [7]), ([5], [7]), ([6], [7])))
-    rows = [row.inputs for batch in make_batching(pairs, 64).batches for row in batch.rows]
-    assert sorted(map(sorted, rows)) == [[0], [1, 2]]
-
-
-def test_very_many_choices_take_further_rows_of_the_same_input(monkeypatch):
-    monkeypatch.setattr(packing, "MAX_ROW", 10)
-    pairs = collect_pairs(examples_of(*(([5, 6], [7] * n) for n in (4, 6, 5, 12))))
-    (batch,) = make_batching(pairs, 1000).batches
-    (row,) = batch.rows
-    assert row.pieces == ((0, 1), (2,), (3,))
-    assert [rows.pair.max() for rows in batch.decoder_rows(pairs)] == [1, 2, 3]
-
-
-def test_batches_of_a_shape_are_full_but_for_the_last_which_has_one_of_few_sizes():
-    def sizes(count):
-        rows = [packing.Row((n,), ((n,),), 8, 1) for n in range(count)]
-        return [(batch.size, len(batch.rows)) for batch in grouping._batches(rows, 1024, 64)]
-
-    assert sizes(35) == [(16, 16), (16, 16), (3, 3)]
-    assert sizes(21) == [(16, 16), (6, 5)]
-    last = {sizes(16 + rest)[-1][0] for rest in range(1, 17)}
-    assert last == {1, 2, 3, 4, 6, 8, 12, 16}
-
-
-def test_a_part_of_a_window_has_the_batches_that_it_has_alone():
-    random = np.random.default_rng(0)
-    parts = [collect_pairs(list(lengths_of(random, 40))) for _ in range(3)]
-    together = concatenate_pairs(parts)
-    ends = np.cumsum([len(part) for part in parts])
-    for part, end in zip(parts, ends, strict=True):
-        alone = make_batching(part, 512)
-        inside = make_batching(together, 512, np.arange(end - len(part), end))
-        assert [b.digest(part) for b in alone.batches] == [
-            b.digest(together) for b in inside.batches
-        ]
-
-
-def test_devices_side_by_side_compute_whole_batches_of_the_plan():
-    pairs = collect_pairs(list(lengths_of(np.random.default_rng(0), 200)))
-    plan = make_batching(pairs, 512)
-    for together in grouping.side_by_side(plan.batches, 3):
-        size, length, targets = together.shape
-        ids, _ = together.inputs(pairs)
-        for device in range(3):
-            own = ids[device * size // 3 : (device + 1) * size // 3]
-            planned = [b for b in plan.batches if b.shape == (size // 3, length, targets)]
-            assert not own.any() or any((b.inputs(pairs)[0] == own).all() for b in planned)
-    planned = np.concatenate([b.pairs for b in grouping.side_by_side(plan.batches, 3)])
-    assert sorted(planned) == sorted(np.concatenate([b.pairs for b in plan.batches]))
 
 
 def lengths_of(random, inputs):
@@ -153,16 +126,28 @@ def lengths_of(random, inputs):
             yield {"inputs": source, "targets": random.integers(1, 99, random.integers(2, 9))}
 
 
-def test_inputs_of_all_lengths_are_packed_into_few_shapes_with_little_padding():
+def test_inputs_of_all_lengths_take_few_programs_and_batches_are_mostly_full():
     pairs = collect_pairs(list(lengths_of(np.random.default_rng(0), 1000)))
-    plan = make_batching(pairs, 4096)
-    # The last batch of each kind of row may have fewer rows.
-    assert plan.padding < 0.12 and len({shape[1:] for shape in plan.shapes}) <= 4
+    plan = make_plan(pairs, Sizes())
+    assert len(plan.programs) <= 24 and plan.padding < 0.2
+    rows = np.concatenate([batch.pairs.ravel() for batch in plan.batches])
+    assert (rows >= 0).mean() > 0.8
+
+
+def test_choices_that_come_rarely_wait_until_their_inputs_would_be_overwritten():
+    """One choice of 40 tokens in every fourth input, which is in a microbatch of its own."""
+    examples = [
+        {"inputs": [7] * 400 + [n] * (n % 4 == 0), "targets": [n] * (40 if n % 4 == 0 else 2)}
+        for n in range(1, 61)
+    ]
+    plan = make_plan(collect_pairs(examples), Sizes())
+    longest = [batch for batch in plan.batches if batch.length == 48]
+    assert len(longest) == 3 and sum((batch.pairs >= 0).sum() for batch in longest) == 15
 
 
 def test_only_what_is_to_do_is_planned():
     pairs = collect_pairs(examples_of(([5], [7]), ([5], [8]), ([6], [7])))
-    plan = make_batching(pairs, 64, np.array([1]))
-    assert [batch.pairs.tolist() for batch in plan.batches] == [[1]]
-    assert make_batching(pairs, 64, np.array([], np.int64)).batches == ()
-    assert make_batching(pairs, 64, np.array([], np.int64)).padding == 0.0
+    (batch,) = make_plan(pairs, Sizes(), todo=np.array([1])).batches
+    assert batch.pairs[batch.pairs >= 0].tolist() == [1]
+    nothing = make_plan(pairs, Sizes(), todo=np.array([], np.int64))
+    assert nothing.batches == () and nothing.padding == 0.0

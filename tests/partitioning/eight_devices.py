@@ -105,7 +105,7 @@ def evaluated(layout):
         "sampled": DecodingConfig(1, 0.6, 1.0, 5, 1.5, 10, None, 2, 1),
     }
     return {
-        "scores": score_examples(params, model, examples, None, tokens_per_batch=64).tolist(),
+        "scores": score_examples(params, model, examples, None).tolist(),
         "texts": {
             name: generate_tokens(params, model, inputs, config, length=8, batch_size=5)
             for name, config in options.items()

@@ -18,7 +18,7 @@ from .test_processes import free_port
 pytestmark = pytest.mark.slow
 
 RANK_EVAL = ("rank-eval", "--mixture=demo_eval_score_eval", "--module-import=t0repro.tasks.demo")
-LENGTHS = ("--inputs-length=128", "--targets-length=32", "--limit=3", "--tokens-per-batch=512")
+LENGTHS = ("--inputs-length=128", "--targets-length=32", "--limit=3")
 
 
 def have_devices(count, monkeypatch):
@@ -81,7 +81,8 @@ def scores(out):
     ("devices", "processes", "arguments", "layout"),
     [
         (1, 2, [], "devices: 2 x cpu, data 2, model 1"),
-        (4, 1, [], "devices: 4 x cpu, data 4, model 1"),
+        (8, 1, ["--tokens-per-batch=1"], "devices: 8 x cpu, data 8, model 1"),
+        (1, 4, ["--tokens-per-batch=9000"], "devices: 4 x cpu, data 4, model 1"),
         (8, 1, ["--model_parallelism=2"], "devices: 8 x cpu, data 4, model 2"),
     ],
 )
@@ -98,13 +99,32 @@ def test_a_rank_evaluation_has_one_devices_scores(
     have_devices(devices, monkeypatch)
     assert layout in rank_evaluated(model_dir, tmp_path, processes, *arguments)
     # A device that holds only a part of each layer adds up in another order.
-    if not arguments:
+    if "model 1" in layout:
         assert sha256_of(tmp_path) == sha256_of(ranked)
     found, one_device = scores(tmp_path), scores(ranked)
     assert found.keys() == one_device.keys()
     for task, one in one_device.items():
         a_token = np.abs(found[task].score - one.score) / one.target_length
         assert a_token.max() <= 1e-4, task
+
+
+def test_twenty_batch_sizes_and_orders_of_tasks_processes_and_devices_have_one_hash(
+    tmp_path, monkeypatch, model_dir, ranked
+):
+    random, found = np.random.default_rng(57), set()
+    tasks = sorted(scores(ranked))
+    for number in range(20):
+        out, groups = tmp_path / str(number), random.permutation(tasks)
+        devices, processes = random.choice([(1, 1), (2, 1), (8, 1), (1, 2), (1, 4), (4, 2)])
+        have_devices(devices, monkeypatch)
+        tokens = int(2 ** random.uniform(0, 14))
+        # Some tasks first, in any order; the last command finds their scores and adds the others.
+        for task in groups[: random.integers(3)]:
+            partly = [f"--mixture={task}", f"--tokens-per-batch={tokens}", "--force"]
+            rank_evaluated(model_dir, out, processes, *partly)
+        rank_evaluated(model_dir, out, processes, f"--tokens-per-batch={tokens}", "--force")
+        found.add(sha256_of(out))
+    assert found == {sha256_of(ranked)}
 
 
 # ---- T5X's modes --------------------------------------------------------------------------------

@@ -303,7 +303,7 @@ def _print_speed(outcome: Outcome) -> None:
         typer.echo(
             f"Scored {counted(outcome.scored, 'pair')} in {outcome.seconds:.1f} s"
             f" ({outcome.scored / outcome.seconds:.1f}/s), {100 * outcome.padding:.1f}% padding,"
-            f" {counted(outcome.shapes, 'batch shape')}."
+            f" {counted(outcome.programs, 'program')}."
         )
     if outcome.decoded:
         typer.echo(
