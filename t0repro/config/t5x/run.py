@@ -105,6 +105,9 @@ def _check_refused(program: Call) -> None:
 
 def _check_program(program: Call) -> None:
     """Refuses what T5X's train refuses in the arguments of its parts."""
+    if program["train_dataset_cfg"] is None:
+        why = "training needs examples."
+        program.refuse("train_dataset_cfg", why, "Bind @train/utils.DatasetConfig().")
     for data in (program["train_dataset_cfg"], program["train_eval_dataset_cfg"]):
         if data is not None and data["task_feature_lengths"] is None:
             data.refuse(

@@ -99,6 +99,8 @@ def test_600_more_wrong_values_are_refused_with_their_place_or_of_the_declared_t
     "mode, binding, complaint",
     [
         ("train", "train.checkpoint_cfg = None", "must be CheckpointConfig"),
+        ("train", "train.train_dataset_cfg = None", "needs examples"),
+        ("precompile", "precompile.train_dataset_cfg = None", "needs examples"),
         ("train", "seqio.Evaluator.logger_cls = None", "must be a list"),
         ("train", "utils.SaveCheckpointConfig.checkpoint_steps = -1", "must be a list"),
         ("train", "train/utils.DatasetConfig.task_feature_lengths = 3", "must be a mapping"),
