@@ -301,7 +301,7 @@ def make_conversion(
     text = gin_text(source, options.gin_file)
     if text is not None:
         # The output is a whole model; with these bindings, a run would train an adapter on it.
-        text = model_gin.drop_adapter(text)
+        text = model_gin.bind_vocabulary_size(model_gin.drop_adapter(text), family.vocab_size)
     computed = arithmetic(source, family, text, options.gin_file)
     from_config = source.format == "hf"
     where = storage.join(source.path, hf.CONFIG) if from_config else source.path
@@ -310,7 +310,8 @@ def make_conversion(
     beside = dict(tokenizer)
     # It says what operative_config.gin may leave out, such as where inputs attend.
     if t5x_text := text_beside(source, T5X_CONFIG):
-        beside[T5X_CONFIG] = model_gin.drop_adapter(t5x_text).encode()
+        t5x_text = model_gin.drop_adapter(t5x_text)
+        beside[T5X_CONFIG] = model_gin.bind_vocabulary_size(t5x_text, family.vocab_size).encode()
     if target.format == "hf":
         conversion = _plan_hf(reader, family, options, text, computed, norm_names, step)
         return dataclasses.replace(conversion, small_files={**beside, **conversion.small_files})

@@ -151,12 +151,15 @@ def _plan(
     original = open_checkpoint(ref)
     reader, notes = prepare(original, to, options)
     family = check_checkpoint(reader)
-    check_run_files(ref, family)
+    # The run's files speak of the vocabulary before it was padded or cut.
+    shapes = {key: info.shape for key, info in original.tensors.items()}
+    trained = dataclasses.replace(family, vocab_size=recognize(shapes).vocab_size)
+    check_run_files(ref, trained)
     _check_form_exists(family, to, ref, options.scan)
     if options.gin_file is not None:
         notes += [
             f"{name}, which the gin file includes, is missing; what it binds is not checked."
-            for name in model_gin.check_gin_file(options.gin_file, family)
+            for name in model_gin.check_gin_file(options.gin_file, trained)
         ]
     check_step(reader, ref)
     check_slots_step(reader)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import tokenize
 from collections.abc import Sequence
 from pathlib import Path
@@ -220,6 +221,19 @@ def drop_adapter(text: str) -> str:
                 if lines[at].strip() and not lines[at].lstrip().startswith("#")
             )
     return "".join(line for at, line in enumerate(lines) if at not in removed)
+
+
+def bind_vocabulary_size(text: str, size: int) -> str:
+    """Gin text whose bindings of the vocabulary's size, where it has any, bind another size."""
+    lines = text.splitlines(keepends=True)
+    for statement in parse_statements(text):
+        if not isinstance(statement, BindingStatement):
+            continue
+        argument = statement.selector.rpartition(".")[2], statement.arg_name
+        if _FIELDS.get(argument) == "vocab_size":
+            at = statement.location.line_num - 1
+            lines[at] = re.sub(r"(vocab_size\s*=\s*)[^\s#]+", rf"\g<1>{size}", lines[at])
+    return "".join(lines)
 
 
 def _is_of_adapter(statement: Any) -> bool:

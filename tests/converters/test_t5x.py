@@ -365,6 +365,18 @@ def test_a_vocabulary_is_cut_or_padded_slots_too_and_that_is_said(tiny_checkpoin
     assert not kernel[:, kept:].any()
 
 
+def test_the_runs_gin_file_follows_a_vocabulary_that_is_padded(tiny_checkpoint, tmp_path):
+    convert(tiny_checkpoint, tmp_path / "t5x", "t5x", slots=False)
+    config = tmp_path / "t5x" / "config.gin"
+    config.write_text("network.T5Config:\n  vocab_size = 128  # rows\n  emb_dim = 128\n")
+    convert(tmp_path / "t5x", tmp_path / "out", "t5x", vocab_size=256)
+    written = (tmp_path / "out" / "config.gin").read_text()
+    assert written == config.read_text().replace("size = 128", "size = 256")
+    config.write_text("network.T5Config.vocab_size = 256\n")  # another model's
+    with pytest.raises(UserError, match="whose vocab_size is 128"):
+        convert(tmp_path / "t5x", tmp_path / "other", "t5x", vocab_size=256)
+
+
 def test_slots_follow_a_vocabulary_that_is_padded(
     tiny_family, mesh_variables, write_mesh_checkpoint, tmp_path
 ):
