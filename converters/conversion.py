@@ -454,6 +454,13 @@ def adapter_conversion(
             f"The adapter was trained on its base in {note.adapter.base_dtype}; in PEFT, load the"
             " base in that type."
         )
+    # A relative one may be the name of a repository on the hub.
+    is_local = "://" in note.base or os.path.isabs(note.base)
+    if is_local and not storage.is_file(storage.join(note.base, "config.json")):
+        notes.append(
+            f"PEFT loads the base from a folder of Hugging Face's, which {note.base} is not: write"
+            " one with `t0repro convert BASE DIR --to hf`, and convert the adapter with --base DIR."
+        )
     return Conversion(
         outputs,
         lambda path: SafetensorsWriter(path, outputs, metadata),

@@ -110,8 +110,10 @@ def _find(path: str, step: int | None, source: Format | None) -> CheckpointRef:
         return _latest(path, refs, source)
     chosen = [ref for ref in refs if ref.step == step]
     if not chosen:
-        raise _not_found(
-            f"The directory has no checkpoint of step {step}; it has {_steps(refs)}.", path
+        raise CheckpointNotFound(
+            f"The directory has no checkpoint of step {step}; it has {_steps(refs)}.",
+            where=path,
+            fix="Choose one of these, or leave the step out for the latest.",
         )
     return chosen[-1]
 
@@ -249,7 +251,7 @@ def _not_found(what: str, path: str) -> CheckpointNotFound:
         return CheckpointNotFound(
             f"{path} is the name of a released checkpoint, which is not on this machine.",
             where=path,
-            fix=f"Download it: t0repro checkpoint fetch {path} --to DIR.",
+            fix=f"Download it to DIR: {released.OPT_IN}=1 t0repro checkpoint fetch {path} --to DIR",
         )
     return CheckpointNotFound(
         what,

@@ -12,6 +12,10 @@
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 export PATH="$root/.venv/bin:$PATH"
+if [[ " $* " == *" --help "* ]]; then
+  sed -n '/^#!/d; s/^# \{0,1\}//p; /^set /q' "${BASH_SOURCE[0]}"
+  exit
+fi
 if ! command -v seqio_cache_tasks >/dev/null; then
   echo "cache: seqio_cache_tasks is not installed: bash $root/scripts/setup.sh" >&2
   exit 2

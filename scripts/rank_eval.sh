@@ -15,6 +15,10 @@
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 export PATH="$root/.venv/bin:$PATH"
+if [[ " $* " == *" --help "* ]]; then
+  sed -n '/^#!/d; s/^# \{0,1\}//p; /^set /q' "${BASH_SOURCE[0]}"
+  exec t5_mesh_transformer --help
+fi
 if ! command -v t5_mesh_transformer >/dev/null; then
   echo "rank_eval: t5_mesh_transformer is not installed: bash $root/scripts/setup.sh" >&2
   exit 2

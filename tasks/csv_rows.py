@@ -117,6 +117,8 @@ def _header(path: Path) -> list[str]:
         raise _broken(path, 1, f"the header has {twice[0]!r} twice")
     if not names:
         raise _broken(path, 1, "the file has no header")
+    if len(names) == 1 and (other := next((each for each in ";\t," if each in names[0]), None)):
+        raise _broken(path, 1, f"the header is one field, {names[0]!r}, which {other!r} separates")
     return names
 
 
@@ -128,7 +130,9 @@ def _records(path: Path) -> Iterator[tuple[int, list[str]]]:
         reader = csv.reader(file, delimiter=DELIMITERS[path.suffix], strict=True)
         try:
             next(reader)
+            begins = reader.line_num + 1
             for fields in reader:
+                begins = reader.line_num + 1
                 if not fields:  # a blank line
                     continue
                 if len(fields) != len(names):
@@ -138,7 +142,10 @@ def _records(path: Path) -> Iterator[tuple[int, list[str]]]:
         except UnicodeDecodeError as error:
             raise _not_utf8(path, error) from error
         except csv.Error as error:
-            raise _broken(path, reader.line_num + 1, str(error)) from error
+            # The module's words for a quotation mark that nothing closes.
+            unclosed = str(error) == "unexpected end of data"
+            reason = "the quotation mark of a field is not closed" if unclosed else str(error)
+            raise _broken(path, begins if unclosed else reader.line_num + 1, reason) from error
 
 
 def _not_utf8(path: Path, error: UnicodeDecodeError) -> UserError:

@@ -20,7 +20,7 @@ from t0repro.tasks.source import Split
 from t0repro.tasks.task import PromptedTask
 from t0repro.tasks.template_files import TemplateFile, read_template_file
 from t0repro.tasks.templates import task_name
-from t0repro.tasks.user_files import data_folders
+from t0repro.tasks.user_files import TEMPLATES_VARIABLE, data_folders
 from t0repro.words import some
 
 
@@ -91,7 +91,8 @@ def _check_name_is_free(name: str, template: Any, content: TemplateFile) -> None
         raise UserError(
             f"There is a task {name!r} already, of another template.",
             where=f"{content.path}, template {template.name!r}",
-            fix="Give the template another name.",
+            fix=f"Give the template another name, or leave out the file of the other"
+            f" (--templates, {TEMPLATES_VARIABLE}).",
         )
 
 

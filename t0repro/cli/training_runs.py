@@ -11,12 +11,7 @@ import typer
 from t0repro.cli.options import AsJson
 from t0repro.cli.paths import output
 from t0repro.cli.results import echo, print_json, show_page
-from t0repro.reports.curves import (
-    curves_in_words,
-    curves_page,
-    default_metric,
-    read_curves,
-)
+from t0repro.reports.curves import curves_in_words, curves_page, read_curves
 from t0repro.reports.losses import LOSS
 from t0repro.reports.training_runs import (
     HEADER,
@@ -81,8 +76,7 @@ def plot(
     Example:
       t0repro plot runs/a runs/b --out runs/plot
     """
-    metric = metric or default_metric(folders)
-    panels = read_curves(folders, metric)
+    metric, panels = read_curves(folders, metric)
     content = {
         "metric": metric,
         "curves": {label: points for curves in panels.values() for label, points in curves.items()},

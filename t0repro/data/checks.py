@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from t0repro import storage
 from t0repro.config.configuration import RunInputs
 from t0repro.config.data import Converter, SeqioDataConfig
 from t0repro.config.gin.errors import unknown_mixture
@@ -19,6 +20,7 @@ from t0repro.tasks.availability import (
     SKIP_MISSING,
     drop_missing_tasks,
     find_registered,
+    missing_rows,
     missing_tasks,
 )
 from t0repro.tasks.metrics import metric_names
@@ -147,14 +149,15 @@ def check_lengths(
     used = [each for each in ("inputs", "targets") if each in features]
     if lengths is None or converter == "pass_through":
         return
-    optional = ("inputs",) if converter == "decoder" else ()
-    _check_lengths_given([each for each in used if each not in (*lengths, *optional)])
+    # First, since a misspelt name also leaves its feature without a length.
     if unknown := [each for each in lengths if each not in used]:
         raise UserError(
             f"There are lengths for {' and '.join(unknown)}, which no task has.",
             where="utils.DatasetConfig.task_feature_lengths",
             fix=f"Give a length for each of {', '.join(used)}.",
         )
+    optional = ("inputs",) if converter == "decoder" else ()
+    _check_lengths_given([each for each in used if each not in (*lengths, *optional)])
 
 
 def _check_lengths_given(missing: Sequence[str]) -> None:
@@ -350,9 +353,14 @@ def _check_cached(name: str, split: str, tasks: Sequence[Any]) -> None:
     raise UserError(
         f"use_cached = True, but tasks of {name!r} are not cached ({len(missing)} of {len(tasks)}):"
         f" {some(missing, _NAMES_SHOWN)}.",
-        where="searched " + (", ".join(searched) or "nowhere: no folder of caches is named"),
+        where="searched "
+        + (", ".join(map(_name_searched, searched)) or "nowhere: no folder of caches is named"),
         fix=fix,
     )
+
+
+def _name_searched(folder: str) -> str:
+    return folder if storage.exists(folder) else f"{folder}, which does not exist"
 
 
 def check_shards(name: str, split: str, num_shards: int, *, use_cached: bool) -> None:
@@ -426,5 +434,10 @@ def _check_rows(split: str, tasks: Sequence[Any]) -> None:
         )
     for task in tasks:
         if isinstance(task.source, PromptedRows):
-            # Finding the reader is enough: it raises if there are no rows, and reads none.
-            task.source.reader(split)
+            # Finding the reader is enough: it fails if there are no rows, and reads none.
+            error = missing_rows(task.source, split)
+            if error is not None and len(tasks) > 1:
+                fix = f"{(error.fix or '').rstrip('.')}; or leave such tasks out by {SKIP_MISSING}."
+                raise UserError(error.what, where=error.where, fix=fix)
+            if error is not None:
+                raise error

@@ -77,8 +77,8 @@ def select_tasks(
 
     Raises:
       UserError: if there is no such mixture or task, if a task cannot be evaluated in these modes,
-        or if no task has the split (or, with `skip_missing`, its rows), or other hosts have the
-        rows of other tasks.
+        if the rows or the cache of a task are missing, if no task has the split (or, with
+        `skip_missing`, its rows), or if other hosts have the rows of other tasks.
     """
     tasks = _resolve_tasks(mixture, modes)
     ranked = [task for task in tasks if _ranks(task)]
@@ -87,10 +87,9 @@ def select_tasks(
     left_out = _find_left_out(mixture, tasks, split, skip_missing, use_cached)
     if skip_missing:
         check_same_tasks(mixture, split, {task.name for task in tasks} - left_out.keys())
-    # Caches first: reading one that is damaged would fail hours later.
-    if use_cached:
-        held = [task for task in tasks if task.name not in left_out]
-        check_readable(mixture, split, use_cached=True, tasks=held)
+    # Now: a task that cannot be read would otherwise stop the run hours later.
+    evaluated = [task for task in tasks if task.name not in left_out]
+    check_readable(mixture, split, use_cached=use_cached, tasks=evaluated)
     names = [[t.name for t in kind if t.name not in left_out] for kind in (ranked, others)]
     return Selection(tuple(names[0]), tuple(names[1]), left_out)
 

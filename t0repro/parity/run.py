@@ -17,6 +17,7 @@ from t0repro.config.mtf.parser import MeshInputs
 from t0repro.config.run import TrainRun
 from t0repro.converters.tensors import FlatTree
 from t0repro.data.batches import eval_tasks
+from t0repro.data.checks import check_readable
 from t0repro.data.train_data import TrainBatches
 from t0repro.errors import UserError
 from t0repro.evaluation.judge import Judge, make_judge
@@ -148,12 +149,24 @@ def make_job(
             where=config.provenance.get("model.dropout_rate"),
             fix='Add --gin_param "dropout_rate = 0.0".',
         )
+    _check_cached(config)
     # Remove an earlier comparison's results, or their checkpoints would be found too.
     shutil.rmtree(out / MESH_FOLDER, ignore_errors=True)
     source = TrainBatches(config).open(0, None)
     batches = list(itertools.islice(source, steps))
     task = None if eval_task is None else _task(eval_task, config)
     return Job(config, inputs, out, batches, task, float32, _mesh_checkpoint(start, out))
+
+
+def _check_cached(config: TrainRun) -> None:
+    data = config.plan.train_data
+    if data is None or not data.use_cached:
+        return
+    try:
+        check_readable(data.mixture_or_task_name, data.split, use_cached=True)
+    except UserError as error:
+        fix = 'Read the rows: --gin_param "mesh_train_dataset_fn.use_cached = False".'
+        raise UserError(error.what, where=error.where, fix=fix) from error
 
 
 def _task(name: str, config: TrainRun) -> ScoredTask:

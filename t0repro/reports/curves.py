@@ -32,23 +32,19 @@ _TRAIN = "train"
 _TOP = "."
 
 
-# Prefix of evaluations' tags.
-_EVAL = "eval/"
+# What rank-eval's lines call the split, and the prefix of evaluations' tags.
+_EVAL_SPLIT = "eval"
+_EVAL = f"{_EVAL_SPLIT}/"
 
 
 # What is drawn unless a metric is named: the first that a run has. Evaluations have no loss.
 _DEFAULT_METRICS = ("loss", "accuracy", f"{_EVAL}accuracy")
 
 
-def default_metric(folders: Sequence[Path]) -> str:
-    """The metric to draw unless one is named: the loss, or the accuracy of evaluations."""
-    runs = [run for given in folders for run in _runs_at(given)]
-    known = {name for run in runs for name in _of_lines(run) or _of_events(run)}
-    return next((each for each in _DEFAULT_METRICS if each in known), _DEFAULT_METRICS[0])
+def read_curves(folders: Sequence[Path], metric: str | None = None) -> tuple[str, Panels]:
+    """A metric and its curves in several runs, the steps of each ascending.
 
-
-def read_curves(folders: Sequence[Path], metric: str) -> Panels:
-    """A metric's curves in several runs, the steps of each ascending.
+    Without a metric, it is the loss or, of evaluations, the accuracy.
 
     The loss is per target token. Where only another is recorded, as in TensorBoard's files of other
     programs, its unit is unknown, and the run has a panel of its own.
@@ -57,7 +53,8 @@ def read_curves(folders: Sequence[Path], metric: str) -> Panels:
     metrics of training and of its evaluations, by split. What it lacks, such as the results of
     auxiliary jobs, is searched for as a tag in all event files below the run. If a step occurs
     twice, as after a restart, the last value counts. Values that are NaN or Inf are dropped.
-    `eval/<metric>` also selects the metric of every task with the tag `eval/<task>/<metric>`.
+    `eval/<metric>` also selects the metric of every task with the tag `eval/<task>/<metric>`, and
+    of every task of a rank evaluation.
 
     Raises:
       UserError: if a run has no metrics, or none of them has this one.
@@ -65,14 +62,19 @@ def read_curves(folders: Sequence[Path], metric: str) -> Panels:
     known: set[str] = set()
     curves: dict[tuple[Path, str], Points] = {}
     titles: dict[tuple[Path, str], str] = {}
-    for folder in (run for given in folders for run in _runs_at(given)):
-        found = _of_lines(folder)
+    runs = {run: _of_lines(run) for given in folders for run in _runs_at(given)}
+    if metric is None:
+        names = {name for run, found in runs.items() for name in found or _of_events(run)}
+        metric = next((each for each in _DEFAULT_METRICS if each in names), _DEFAULT_METRICS[0])
+    for folder, found in runs.items():
         # Only if metrics.jsonl lacks it, since this reads every event file below the run.
         if metric not in found:
             found |= _of_events(folder)
         if not found:
-            lines = folder / METRICS_FILE
-            what = f"{METRICS_FILE} is empty" if lines.is_file() else "There are no metrics here"
+            if (folder / METRICS_FILE).is_file():
+                what = f"{METRICS_FILE} is empty"
+            else:
+                what = "There are no metrics here" if folder.exists() else "There is no such folder"
             raise UserError(
                 f"{what}.",
                 where=str(folder),
@@ -99,7 +101,7 @@ def read_curves(folders: Sequence[Path], metric: str) -> Panels:
     panels: Panels = {}
     for label, key in zip(_labels(list(curves)), curves, strict=True):
         panels.setdefault(titles[key], {})[label] = curves[key]
-    return panels
+    return metric, panels
 
 
 def _labels(curves: Sequence[tuple[Path, str]]) -> list[str]:
@@ -145,6 +147,11 @@ def _of_lines(folder: Path) -> _Found:
         for name, value in row.items():
             if name != "step" and isinstance(value, int | float):
                 found.setdefault(name, {}).setdefault(place, {})[step] = float(value)
+                # A rank evaluation's name, <task>/<metric>.
+                task, slash, metric = name.rpartition("/")
+                if slash and place == _EVAL_SPLIT:
+                    of_tasks = found.setdefault(_EVAL + metric, {})
+                    of_tasks.setdefault(f"{place}/{task}", {})[step] = float(value)
         if "neg_log_perplexity" in row:  # the mean over target tokens, of an evaluation
             of_place = found.setdefault(LOSS_PER_TOKEN, {}).setdefault(place, {})
             of_place[step] = -float(row["neg_log_perplexity"])

@@ -25,7 +25,7 @@ def render_markdown(page: Page) -> str:
     parts += [escape(line) for line in (page.lead, *page.notes) if line]
     if page.cards:
         lines = [
-            f"- **{escape(card.title)}: {escape(card.figure)}**; {escape(' '.join(card.lines))}"
+            f"- **{escape(card.title)}: {escape(card.figure)}**; {escape('; '.join(card.lines))}"
             f" ({escape(card.verdict)})"
             for card in page.cards
         ]

@@ -346,3 +346,14 @@ def test_help_imports_nothing_heavy():
     )
     ended = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
     assert ended.stdout.splitlines()[-1] == "loaded []", ended.stderr
+
+
+def test_the_scripts_explain_their_variables_on_request():
+    for script, variable in (
+        ("train", "MODEL_GIN"),
+        ("rank_eval", "EVAL_STEP"),
+        ("cache", "TASKS"),
+    ):
+        path = str(Path(__file__).parents[2] / "scripts" / f"{script}.sh")
+        done = subprocess.run(["bash", path, "--help"], capture_output=True, text=True)
+        assert variable in done.stdout and "set -euo" not in done.stdout, script

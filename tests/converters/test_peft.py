@@ -72,7 +72,10 @@ def peft():
 def test_peft_loads_our_adapter_onto_the_same_base(peft, bases, model, adapter, tmp_path):
     base, hf = bases[model]
     own = save_adapter(tmp_path / "own", MODELS[model], ADAPTERS[adapter], base)
-    convert(own, tmp_path / "peft", "peft")
+    report = convert(own, tmp_path / "peft", "peft")
+    # The base is in another format, which PEFT does not load.
+    assert any("--to hf" in note for note in report.notes)
+    assert not convert(own, tmp_path / "of_hf", "peft", base=hf).notes
     before, expected = our_logits(base), our_logits(own)
     assert np.abs(expected - before).max() > 0.05
     np.testing.assert_allclose(peft_side.logits(hf), before, atol=LOGITS_TOLERANCE, rtol=0)

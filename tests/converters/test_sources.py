@@ -70,8 +70,9 @@ def test_the_state_file_decides_among_mesh_tensorflow_s_checkpoints(mixed):
 
 
 def test_a_step_that_is_not_there_is_told_with_those_that_are(mixed):
-    with pytest.raises(UserError, match="no checkpoint of step 4; it has steps 3, 5, 7"):
+    with pytest.raises(UserError, match="no checkpoint of step 4; it has steps 3, 5, 7") as caught:
         find_checkpoint(mixed, 4)
+    assert str(caught.value.fix).startswith("Choose one of these")
 
 
 def test_a_state_file_that_names_what_is_gone_is_told(mixed):

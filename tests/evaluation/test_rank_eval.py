@@ -600,6 +600,13 @@ def test_a_report_of_another_command_is_not_overwritten(model_dir, tmp_path):
         evaluate(model_dir, tmp_path)
 
 
+def test_the_folder_of_a_training_run_is_not_evaluated_into(model_dir):
+    before = sorted(model_dir.rglob("*"))
+    with pytest.raises(UserError, match="holds the checkpoints of a training run"):
+        evaluate(model_dir, model_dir)
+    assert sorted(model_dir.rglob("*")) == before
+
+
 # Bad input ---------------------------------------------------------------------------------------
 
 
@@ -676,8 +683,10 @@ def test_tasks_without_rows_here_are_an_error_or_left_out_and_named(model_dir, p
     )
     absent, other = task.twin().name, "demo_synthetic_ag_news_which_section_choices_score_eval"
     seqio.MixtureRegistry.add("with_a_task_without_rows", [absent, other], default_rate=1)
-    with pytest.raises(UserError, match="copa"):
+    with pytest.raises(UserError, match="copa") as caught:
         evaluate(model_dir, tmp_path / "out", mixture="with_a_task_without_rows")
+    # Before anything is computed or written.
+    assert "by --skip_missing" in str(caught.value.fix) and not (tmp_path / "out").exists()
     settings, said = dataclasses.replace(SETTINGS, skip_missing=True), []
     mixture = "with_a_task_without_rows"
     outcome = evaluate(model_dir, tmp_path / "out", settings, mixture, said)

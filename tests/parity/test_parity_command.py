@@ -113,6 +113,14 @@ def test_the_model_is_itself_again_after_an_injection(sides):
         assert (layers.relative_position_bucket, t5.shift_right) == before
 
 
+def test_a_run_of_caches_that_are_not_found_is_refused_with_the_binding_for_rows(tmp_path):
+    params = [*GIN_PARAMS, "mesh_train_dataset_fn.use_cached = True"]
+    inputs = MeshInputs("", GIN_FILES, params, module_imports=["t0repro.tasks.demo"])
+    with pytest.raises(UserError, match=r"are not cached(?s:.*)use_cached = False") as caught:
+        run.make_job(inputs, tmp_path, steps=1)
+    assert "cache_dir" not in str(caught.value.fix)
+
+
 def test_an_error_that_would_change_nothing_is_refused(sides):
     job, reference = sides
     tree = {name: x for name, x in reference.trees[0].items() if not name.endswith("/v_row")}

@@ -7,13 +7,20 @@ import pytest
 
 from t0repro.errors import UserError
 from t0repro.event_files import event_writer
-from t0repro.reports.curves import curves_in_words, curves_page, default_metric, read_curves
+from t0repro.reports import curves
+from t0repro.reports.curves import curves_in_words, curves_page, read_curves
 from t0repro.reports.losses import LOSS
 
 
 def write_lines(folder, *rows):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_panels(folders, metric):
+    named, panels = read_curves(folders, metric)
+    assert named == metric
+    return panels
 
 
 def train(step, loss, **more):
@@ -27,11 +34,11 @@ def test_a_metric_of_several_runs_by_split_the_last_value_of_a_step_counting(tmp
     with open(a / "metrics.jsonl", "a") as file:
         file.write(json.dumps(evaluation) + "\n")
     write_lines(b, train(3, 1.0, z_loss=float("nan")), train(1, 2.0, z_loss=2.0, accuracy=0.5))
-    assert read_curves([a, b], "z_loss") == {
+    assert read_panels([a, b], "z_loss") == {
         "z_loss": {"a": [(1, 4.0), (2, 3.0)], "a: validation": [(2, 5.0)], "b": [(1, 2.0)]}
     }
-    assert read_curves([a, b], "accuracy") == {"accuracy": {"b": [(1, 0.5)]}}
-    assert list(read_curves([a], "z_loss")["z_loss"]) == ["a", "validation"]
+    assert read_panels([a, b], "accuracy") == {"accuracy": {"b": [(1, 0.5)]}}
+    assert list(read_panels([a], "z_loss")["z_loss"]) == ["a", "validation"]
 
 
 def test_the_loss_is_per_target_token_and_other_units_have_panels_of_their_own(tmp_path):
@@ -40,7 +47,7 @@ def test_the_loss_is_per_target_token_and_other_units_have_panels_of_their_own(t
     write_lines(mesh, train(1, 0.21, loss_per_target_token=1.26), perplexity | {"loss": 0.5})
     write_lines(t5x, train(1, 5095.0, loss_per_target_token=1.5))
     write_lines(older, train(1, 0.2), train(2, 0.1, loss_per_target_token=0.6))
-    panels = read_curves([mesh, t5x, older], "loss")
+    panels = read_panels([mesh, t5x, older], "loss")
     assert panels == {
         LOSS: {"mesh": [(1, 1.26)], "mesh: t": [(1, 2.0)], "t5x": [(1, 1.5)]},
         f"loss of {older} in its own unit": {"older": [(1, 0.2), (2, 0.1)]},
@@ -59,7 +66,7 @@ def test_each_task_of_an_evaluation_is_a_curve(tmp_path):
         for task, value in tasks.items()
     ]
     write_lines(tmp_path, train(1, 4.0), *rows)
-    assert read_curves([tmp_path], "accuracy")["accuracy"] == {
+    assert read_panels([tmp_path], "accuracy")["accuracy"] == {
         task: [(1, value + 1), (2, value + 2)] for task, value in tasks.items()
     }
 
@@ -67,7 +74,7 @@ def test_each_task_of_an_evaluation_is_a_curve(tmp_path):
 def test_runs_of_one_name_are_told_apart(tmp_path):
     for parent in ("x", "y"):
         write_lines(tmp_path / parent / "run", train(1, 1.0, accuracy=0.5))
-    panels = read_curves([tmp_path / "x" / "run", tmp_path / "y" / "run"], "accuracy")
+    panels = read_panels([tmp_path / "x" / "run", tmp_path / "y" / "run"], "accuracy")
     assert list(panels["accuracy"]) == [str(tmp_path / parent / "run") for parent in ("x", "y")]
 
 
@@ -77,8 +84,8 @@ def test_a_folder_of_runs_stands_for_the_runs_below_it(tmp_path):
     # A copy of a run's metrics inside a checkpoint is not a run.
     write_lines(tmp_path / "runs" / "a" / "checkpoint_1" / "c", train(1, 1.0))
     runs, other = tmp_path / "runs", tmp_path / "other"
-    assert list(read_curves([runs], "loss")[LOSS]) == ["a", "b"]
-    assert list(read_curves([runs, other], "loss")[LOSS]) == ["a", "b", "other"]
+    assert list(read_panels([runs], "loss")[LOSS]) == ["a", "b"]
+    assert list(read_panels([runs, other], "loss")[LOSS]) == ["a", "b", "other"]
 
 
 def test_what_the_lines_lack_is_read_from_tensorboards_files(tmp_path):
@@ -88,7 +95,7 @@ def test_what_the_lines_lack_is_read_from_tensorboards_files(tmp_path):
         for step in (3, 6):
             writer.write_scalars(step, {"eval/accuracy": value + step / 100})
         writer.close()
-    assert read_curves([tmp_path], "eval/accuracy")["eval/accuracy"] == {
+    assert read_panels([tmp_path], "eval/accuracy")["eval/accuracy"] == {
         "one": [(3, pytest.approx(0.28)), (6, pytest.approx(0.31))],
         "two": [(3, pytest.approx(0.78)), (6, pytest.approx(0.81))],
     }
@@ -99,8 +106,8 @@ def test_tags_that_name_a_task_are_a_curve_of_each_task(tmp_path):
     writer.write_scalars(5, {"eval/one/accuracy": 25.0, "eval/two/accuracy": 75.0, "eval/loss": 2})
     writer.close()
     expected = {"one": [(5, 25.0)], "two": [(5, 75.0)]}
-    assert read_curves([tmp_path], "eval/accuracy") == {"eval/accuracy": expected}
-    of_one = read_curves([tmp_path], "eval/one/accuracy")["eval/one/accuracy"]
+    assert read_panels([tmp_path], "eval/accuracy") == {"eval/accuracy": expected}
+    of_one = read_panels([tmp_path], "eval/one/accuracy")["eval/one/accuracy"]
     assert of_one == {"validation_eval": [(5, 25.0)]}
 
 
@@ -111,9 +118,23 @@ def test_unless_a_metric_is_named_the_loss_is_drawn_or_the_accuracy_of_evaluatio
     writer = event_writer(events)
     writer.write_scalars(5, {"eval/one/accuracy": 25.0})
     writer.close()
-    assert default_metric([run]) == default_metric([evaluation, run]) == "loss"
-    assert default_metric([evaluation]) == "accuracy"
-    assert default_metric([events]) == "eval/accuracy"
+    ranked = tmp_path / "ranked"
+    write_lines(ranked, {"split": "eval", "step": 5, "one/accuracy": 25.0, "one/f1": 30.0})
+    assert read_curves([run])[0] == read_curves([evaluation, run])[0] == "loss"
+    assert read_curves([evaluation])[0] == "accuracy"
+    expected = ("eval/accuracy", {"eval/accuracy": {"one": [(5, 25.0)]}})
+    assert read_curves([events]) == read_curves([ranked]) == expected
+    assert read_panels([ranked], "eval/f1") == {"eval/f1": {"one": [(5, 30.0)]}}
+
+
+def test_each_metrics_file_is_read_once(tmp_path, monkeypatch):
+    write_lines(tmp_path / "a", train(1, 1.0))
+    write_lines(tmp_path / "b", train(1, 2.0))
+    paths = []
+    read = curves.metric_rows
+    monkeypatch.setattr(curves, "metric_rows", lambda path: paths.append(path) or read(path))
+    read_curves([tmp_path])
+    assert len(paths) == len(set(paths)) == 2
 
 
 def test_what_lies_in_the_runs_own_folder_has_the_runs_name(tmp_path):
@@ -122,16 +143,18 @@ def test_what_lies_in_the_runs_own_folder_has_the_runs_name(tmp_path):
         writer.write_scalars(1, {"global_step/sec": 2.0})
         writer.close()
     tag = "global_step/sec"
-    assert list(read_curves([tmp_path / "a"], tag)[tag]) == ["a"]
-    assert list(read_curves([tmp_path / "a", tmp_path / "b"], tag)[tag]) == ["a", "b"]
+    assert list(read_panels([tmp_path / "a"], tag)[tag]) == ["a"]
+    assert list(read_panels([tmp_path / "a", tmp_path / "b"], tag)[tag]) == ["a", "b"]
 
 
 def test_faults_are_named(tmp_path):
     with pytest.raises(UserError, match="no metrics here"):
-        read_curves([tmp_path], "loss")
+        read_panels([tmp_path], "loss")
+    with pytest.raises(UserError, match="no such folder"):
+        read_curves([tmp_path / "missing"])
     write_lines(tmp_path / "a", train(1, 4.0, accuracy=0.5))
     with pytest.raises(UserError, match="Nearest: 'accuracy'"):
-        read_curves([tmp_path / "a"], "acuracy")
+        read_panels([tmp_path / "a"], "acuracy")
 
 
 def test_the_terminal_and_the_page_show_the_same_extremes():
@@ -164,4 +187,4 @@ def test_curves_whose_names_differ_only_at_the_end_all_have_their_names_in_the_p
 def test_an_empty_metrics_file_is_called_that(tmp_path):
     write_lines(tmp_path)
     with pytest.raises(UserError, match="metrics.jsonl is empty"):
-        read_curves([tmp_path], "loss")
+        read_panels([tmp_path], "loss")

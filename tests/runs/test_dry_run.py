@@ -116,6 +116,7 @@ def test_rows_that_are_not_cached_are_named_with_a_remedy_for_all_of_them():
     [
         ("network.T5Config.vocab_size = 1280", "The vocabulary has 1,4"),
         ("TASK_FEATURE_LENGTHS = {'inputs': 64}", "The lengths lack targets"),
+        ("TASK_FEATURE_LENGTHS = {'input': 64, 'targets': 8}", "lengths for input, which no task"),
         ("seqio.SentencePieceVocabulary.extra_ids = 7", "another vocabulary than the model's"),
         ("train/utils.DatasetConfig.split = 'dev'", "No task of 'demo_train' has a split 'dev'"),
     ],

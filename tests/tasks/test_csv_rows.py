@@ -71,7 +71,8 @@ def test_a_row_is_found_by_the_line_it_ends_on(tmp_path):
         (b"a,b\n1,2,3\n", 2, "it has 3 fields, and the header has 2"),
         (b"a,a\n1,2\n", 1, "the header has 'a' twice"),
         (b"", 1, "the file has no header"),
-        (b'a,b\n"open,2\n', 3, "unexpected end of data"),
+        (b'a,b\n"open,2\nx,3\n', 2, "the quotation mark of a field is not closed"),
+        (b"a;b\n1;2\n", 1, "the header is one field, 'a;b', which ';' separates"),
         (b"a,b\nx,1\n\xff,2\n", 3, "can't decode byte 0xff"),
     ],
 )

@@ -24,7 +24,6 @@ from t0repro.cli.rank_eval_options import (
 from t0repro.cli.results import echo, for_people, print_json
 from t0repro.cloud.trackers.table import check_trackers
 from t0repro.converters import sources
-from t0repro.data import checks
 from t0repro.errors import UserError, needs_reference_tier
 from t0repro.evaluation.evaluation_folder import EvaluationSettings, check_settings
 from t0repro.evaluation.opened import (
@@ -54,7 +53,7 @@ from t0repro.runs.checkpoint_checks import NO_CHECKPOINT_YET
 from t0repro.runs.rank_eval import Outcome, rank_eval, reasons_in_words
 from t0repro.runs.rank_report import write_results
 from t0repro.storage import check_folder, check_readable, lock_folder
-from t0repro.tasks.registry import add_cache_dirs, find_task
+from t0repro.tasks.registry import add_cache_dirs
 from t0repro.words import counted
 
 
@@ -260,18 +259,18 @@ def _check(
     mixture: str, settings: EvaluationSettings, checkpoints: Sequence[Callable[[], Checkpoint]]
 ) -> None:
     """Checks what is to be evaluated; the checkpoints only if they must be there already."""
-    cached, skip_missing = settings.use_cached, settings.skip_missing
     selected = select_tasks(
-        mixture, settings.split, settings.modes, use_cached=cached, skip_missing=skip_missing
+        mixture,
+        settings.split,
+        settings.modes,
+        use_cached=settings.use_cached,
+        skip_missing=settings.skip_missing,
     )
     typer.echo(
         f"{counted(len(selected.names), 'task')} of {mixture} with the split {settings.split!r}"
     )
     if selected.left_out:
         typer.echo(f"Left out: {reasons_in_words(selected.left_out)}.")
-    if not cached:
-        tasks = [find_task(name) for name in selected.names]
-        checks.check_readable(mixture, settings.split, use_cached=False, tasks=tasks)
     if NO_CHECKPOINT_YET in os.environ:
         return
     for checkpoint in checkpoints:

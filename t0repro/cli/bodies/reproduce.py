@@ -93,6 +93,11 @@ def run(asked: Asked, out: Path, *, devices: str | None, yes: bool, dry_run: boo
     Raises:
       UserError: If a check fails, or the folder holds another reproduction.
     """
+    if asked.name not in (None, *released.catalog()) and os.path.exists(asked.name):
+        raise UserError(
+            f"{asked.name} is not the name of a released checkpoint but a path.",
+            fix=f"Name it with --checkpoint {asked.name}.",
+        )
     found = None if asked.name is None else released.find(asked.name)
     adapters = rank_eval.paths_by_label(asked.adapter)
     weights = out / "checkpoint"

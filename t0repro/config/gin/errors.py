@@ -130,7 +130,7 @@ def _missing_import(text: str, where: str, t5x: bool) -> UserError:
         return UserError(
             f"No import line of the gin file defines {name!r}.",
             where=where,
-            fix=f"Add an `import` or `from ... import {name}` line to that file.",
+            fix=f"Add its import line to that file, such as `from t5x import {name}`.",
         )
     return UserError(
         "This gin file is T5X's, and this command reads Mesh TensorFlow's.",
