@@ -124,10 +124,11 @@ class ComputationOptions:
 
     HEADING: ClassVar = More("Computation")
 
-    # Counted per device, so that no batch depends on the number of devices.
     tokens_per_batch: Annotated[
         int | None,
-        typer.Option(min=1, help="Input tokens per batch of a device.", show_default="auto"),
+        typer.Option(
+            min=1, help="Input tokens under way on a device; changes no score.", show_default="auto"
+        ),
     ] = None
     model_parallelism: Annotated[
         int, typer.Option(min=1, help="Devices that shard each layer; the rest shard the rows.")
