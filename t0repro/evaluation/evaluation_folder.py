@@ -241,7 +241,9 @@ def _differences(other: Mapping[str, Any], claim: Mapping[str, Any], add_step: b
     differences = []
     if "step" in claim and claim["step"] != other["step"]:
         # Another step has another checkpoint, so these are not compared.
-        differences += [] if add_step else [f"step {other['step']}, not {claim['step']}"]
+        if not add_step:
+            before, now = (f"step {each['step']} ({each['path']})" for each in (other, claim))
+            differences.append(f"{before}, not {now}")
     elif "digest" in claim and claim["digest"] != other["digest"]:
         differences.append(
             f"results of another checkpoint of step {other['step']}, {other['path']} (parameters"
