@@ -21,7 +21,8 @@ from rank_eval import SIZES, VOCABULARY
 
 from t0repro.config.model import DTypePolicy, ModelConfig
 from t0repro.config.recipe import t5_1_1
-from t0repro.evaluation.engine import decode, encode
+from t0repro.evaluation.engine import decode, encode, make_room
+from t0repro.evaluation.grouping import memory_class
 from t0repro.model import full_attention, layers, matmuls
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.training.train_step import loss_and_gradients
@@ -90,14 +91,17 @@ def compile_with(
     inputs = random.integers(2, config.vocab_size, (ROWS, INPUTS)).astype(np.int32)
     targets = random.integers(2, config.vocab_size, (ROWS, TARGETS)).astype(np.int32)
     batch = {"inputs": inputs, "targets": np.repeat(targets, 4, axis=1)}
-    inputs_segments, segments = np.ones_like(inputs), np.ones_like(targets)
+    memory, lengths = memory_class(INPUTS), np.full((1, ROWS), INPUTS, np.int32)
+    starts = INPUTS * np.arange(ROWS, dtype=np.int32)[None]
     jax.clear_caches()
 
     @jax.jit
     def score(params: Any) -> jax.Array:
-        memory = encode(model, params, inputs, inputs_segments)
-        values = decode(model, params, memory, inputs_segments, targets, segments, segments)
-        return values["log_p"].sum(axis=1)
+        kept = make_room(model, 1, ROWS * INPUTS + memory)
+        kept = encode(model, params, kept, inputs[None], lengths, np.int32(0))
+        read = make_room(model, ROWS, memory)
+        values, _ = decode(model, params, read, kept, starts, lengths, targets[None])
+        return values["log_p"][0].sum(axis=1)
 
     @jax.jit
     def step(params: Any) -> Any:
@@ -105,13 +109,13 @@ def compile_with(
         return loss_and_gradients(model, params, batch, num_microbatches=1, dropout_key=key)
 
     scoring, training = score.lower(stored).compile(), step.lower(params).compile()
-    memory = training.memory_analysis()
-    assert memory is not None
+    used = training.memory_analysis()
+    assert used is not None
     jax.block_until_ready((scoring(stored), training(params)))
     return (
         lambda: scoring(stored),
         lambda: training(params),
-        memory.temp_size_in_bytes,
+        used.temp_size_in_bytes,
     )
 
 

@@ -91,7 +91,7 @@ class Engine:
     ):
         self.params, self.model, self.misses = params, model, misses
         self._tokens, self._note_rounding = tokens_per_batch, note_rounding
-        self._sizes = _default_sizes(model)
+        self._sizes = choose_sizes(model, jax.default_backend())
         # Room for keys and values: of the last microbatches, and of what decoder batches read, by
         # shape. It is overwritten in place, since a CPU takes longer for fresh memory than to copy.
         self._rooms: dict[tuple[int, ...] | str, CrossAttentionCache] = {}
@@ -207,12 +207,12 @@ class Engine:
         return Scored(batch.pairs[real], sums["log_p"], sums.get("misses"))
 
 
-def _default_sizes(model: T5) -> Sizes:
+def choose_sizes(model: T5, platform: str) -> Sizes:
     """How much a device computes at once: follows from the model and the platform alone."""
     config = model.config
     width = 2 * config.num_decoder_layers * config.num_heads * config.d_kv
     fits = _MEMORY_BYTES // (width * jnp.dtype(model.dtypes.activation).itemsize)
-    most = _MOST_MEMORY.get(jax.default_backend(), 1 << 17)
+    most = _MOST_MEMORY.get(platform, 1 << 17)
     memory = min(max(1 << fits.bit_length() - 1, _LEAST_MEMORY), most)
     return Sizes(max(512, memory // 16), memory)
 

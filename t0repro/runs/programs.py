@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from t0repro.config.run import CheckpointRun, Run, TrainRun
 from t0repro.errors import UserError
 from t0repro.evaluation import engine
+from t0repro.evaluation.grouping import choice_class, input_class, memory_class
 from t0repro.model.decoding import generate
 from t0repro.model.t5 import T5, evaluation_shapes, parameter_shapes
 from t0repro.partitioning.collectives import Collective, collectives
@@ -130,30 +132,53 @@ def train_programs(config: TrainRun, partitioning: Partitioning) -> Iterator[Pro
 
 
 def evaluation_programs(config: CheckpointRun, partitioning: Partitioning) -> Iterator[Program]:
-    """Scoring, as its two steps encode and decode, and generation, each for one batch."""
+    """Scoring, as its two programs encode and decode, and generation, each for one batch."""
     model = T5(config.model, config.dtypes)
     parameters = partitioning.shapes_with_shardings(
         evaluation_shapes(model, parameter_shapes(model))
     )
-    # Evaluations pad a batch until its rows shard evenly across the devices.
+    yield from _scoring_programs(model, config, parameters, partitioning)
+    # Generation pads a batch until its rows shard evenly across the devices.
     rows = -(-config.batch_size // partitioning.data) * partitioning.data
     inputs = _tokens(partitioning, rows, assumed_length(config, "inputs"))
-    targets = _tokens(partitioning, rows, assumed_length(config, "targets"))
-    memory = jax.eval_shape(lambda p, x: engine.encode(model, p, x, x), parameters, inputs)
-    # Keys and values are [rows, heads, length, d_kv].
-    by_heads = NamedSharding(partitioning.mesh, PartitionSpec("data", "model"))
-    memory = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=by_heads), memory
-    )
-    # Tokens serve as segments, too: only the shape and the type matter here.
-    encode = jax.jit(lambda p, x, s: engine.encode(model, p, x, s))
-    yield _compiled("encode", encode, (parameters, inputs, inputs), partitioning)
-    decode = jax.jit(lambda p, *arrays: engine.decode(model, p, *arrays))
-    arguments = (parameters, memory, inputs, targets, targets, targets)
-    yield _compiled("decode", decode, arguments, partitioning)
     length = config.decoding.max_length or assumed_length(config, "inputs")
     texts = jax.jit(lambda p, x: generate(model, p, x, config.decoding, length=length))
     yield _compiled("generate", texts, (parameters, inputs), partitioning)
+
+
+def _scoring_programs(
+    model: T5, config: CheckpointRun, parameters: Any, partitioning: Partitioning
+) -> Iterator[Program]:
+    """The programs that score the longest pair, of the rows that an evaluation gives them."""
+    mesh, parts = partitioning.mesh, partitioning.data
+    sizes = engine.choose_sizes(model, mesh.devices.flat[0].platform)
+    length = input_class(assumed_length(config, "inputs"))
+    choice, memory = choice_class(assumed_length(config, "targets")), memory_class(length)
+    inputs, choices = sizes.input_rows(length), sizes.choice_rows(choice, memory)
+
+    def integers(*shape: int) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, PartitionSpec("data") if shape else PartitionSpec())
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+
+    def room(rows: int, tokens: int) -> Any:
+        # Keys and values are [rows, heads, tokens, d_kv].
+        sharding = NamedSharding(mesh, PartitionSpec("data", "model"))
+        arrays = jax.eval_shape(lambda: engine.make_room(model, rows, tokens))
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arrays
+        )
+
+    kept = room(parts, sizes.pages(memory) * sizes.page(memory) + memory)
+    encode, decode = (
+        # Their own functions, for the parameters to come first; the second argument is overwritten.
+        jax.jit(functools.partial(program.__wrapped__, model), donate_argnums=1)
+        for program in (engine.encode, engine.decode)
+    )
+    encoded = (integers(parts, inputs, length), integers(parts, inputs), integers())
+    yield _compiled("encode", encode, (parameters, kept, *encoded), partitioning)
+    rows = [integers(parts, choices)] * 2
+    decoded = (room(parts * choices, memory), kept, *rows, integers(parts, choices, choice))
+    yield _compiled("decode", decode, (parameters, *decoded), partitioning)
 
 
 def _compiled(

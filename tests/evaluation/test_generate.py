@@ -138,10 +138,14 @@ def test_a_mode_that_a_task_does_not_have_is_refused(
             evaluate(model_dir, tmp_path, prompts, settings, task)
 
 
-def test_tasks_without_a_metric_are_left_out_of_t0s_training_mixture():
+def test_tasks_without_a_metric_are_left_out_of_t0s_training_mixture(tmp_path, monkeypatch):
     import t0repro.tasks.t0  # noqa: F401  registers them
 
-    selected = select_tasks("t0_train", "validation", ("rank", "generate"))
+    rows = tmp_path / "adversarial_qa" / "dbert" / "validation.jsonl"
+    rows.parent.mkdir(parents=True)
+    rows.touch()
+    monkeypatch.setenv("T0REPRO_DATA_DIR", str(tmp_path))
+    selected = select_tasks("t0_train", "validation", ("rank", "generate"), skip_missing=True)
     assert selected.left_out["app_reviews_generate_review"] == "no metric"
     assert "adversarial_qa_dbert_based_on" in selected.generated
     with pytest.raises(UserError, match="have no metric: app_reviews_generate_review"):
