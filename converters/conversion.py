@@ -298,10 +298,11 @@ def make_conversion(
     # An explicit choice wins, then the source's or its manifest's spelling, then today's names.
     norm_names = options.norm_names or reader.norm_names or "rms_norm"
     step, source = target.step or 0, arithmetic_source(reader.ref)
-    text = gin_text(source, options.gin_file)
-    if text is not None:
-        # The output is a whole model; with these bindings, a run would train an adapter on it.
-        text = model_gin.bind_vocabulary_size(model_gin.drop_adapter(text), family.vocab_size)
+    # The output is a whole model; with an adapter's bindings, a run would train one on it.
+    text, t5x_text = (
+        said and model_gin.bind_vocabulary_size(model_gin.drop_adapter(said), family.vocab_size)
+        for said in (gin_text(source, options.gin_file), text_beside(source, T5X_CONFIG))
+    )
     computed = arithmetic(source, family, text, options.gin_file)
     from_config = source.format == "hf"
     where = storage.join(source.path, hf.CONFIG) if from_config else source.path
@@ -309,9 +310,8 @@ def make_conversion(
     tokenizer = tokenizer_of(source, options.vocabulary)
     beside = dict(tokenizer)
     # It says what operative_config.gin may leave out, such as where inputs attend.
-    if t5x_text := text_beside(source, T5X_CONFIG):
-        t5x_text = model_gin.drop_adapter(t5x_text)
-        beside[T5X_CONFIG] = model_gin.bind_vocabulary_size(t5x_text, family.vocab_size).encode()
+    if t5x_text:
+        beside[T5X_CONFIG] = t5x_text.encode()
     if target.format == "hf":
         conversion = _plan_hf(reader, family, options, text, computed, norm_names, step)
         return dataclasses.replace(conversion, small_files={**beside, **conversion.small_files})

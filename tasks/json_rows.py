@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gzip
 import io
 import itertools
 import json
+import zlib
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from t0repro.words import json_fault
 
 DEPTH = 100
 """How deeply the lists and objects of a row may be nested."""
+_HEAD = 4096  # bytes in which a file's first row begins
 _TOO_DEEP = f"its lists and objects are nested more than {DEPTH} deep"
 
 
@@ -47,32 +50,35 @@ def place_json(path: Path, index: int) -> str:
     return f"line {number}"
 
 
-def _open(path: Path) -> io.BufferedIOBase:
-    return gzip.open(path) if path.suffix == ".gz" else open(path, "rb")
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[io.BufferedIOBase]:
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            yield file
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UserError(
+            f"The file cannot be unpacked: {error}", where=str(path), fix="Get it again."
+        ) from error
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yields (line number from 1, line) of each line that is not blank, that is, of each row."""
     # In bytes: each line is decoded by itself, so that an error names its line.
     with _open(path) as file:
-        try:
-            for number, line in enumerate(file, start=1):
-                if number == 1:
-                    line = line.removeprefix(BOM_UTF8)
-                if line and not line.isspace():
-                    yield number, line
-        except (EOFError, gzip.BadGzipFile) as error:
-            raise UserError(
-                f"The file cannot be unpacked: {error}", where=str(path), fix="Get it again."
-            ) from error
+        for number, line in enumerate(file, start=1):
+            if number == 1:
+                line = line.removeprefix(BOM_UTF8)
+            if line and not line.isspace():
+                yield number, line
 
 
 def _is_list(path: Path) -> bool:
     """Whether a `.json` file has one list, as pandas writes it, rather than an object a line."""
     if path.name.endswith((".jsonl", ".jsonl.gz")):
         return False
-    _, line = next(_lines(path), (0, b""))
-    return line.lstrip().startswith(b"[")
+    with _open(path) as file:
+        # Not a line, which may be the whole list.
+        return file.read(_HEAD).removeprefix(BOM_UTF8).lstrip().startswith(b"[")
 
 
 def _read_list(path: Path) -> list[dict[str, Any]]:
@@ -105,9 +111,9 @@ def _parse(line: bytes, path: Path, place: str) -> dict[str, Any]:
     try:
         row = json.loads(line.decode("utf-8"))
     except ValueError as error:  # includes UnicodeError
-        raise _broken(path, place, json_fault(error)) from error
+        raise _broken_row(path, place, json_fault(error)) from error
     except RecursionError as error:
-        raise _broken(path, place, _TOO_DEEP) from error
+        raise _broken_row(path, place, _TOO_DEEP) from error
     if b"\\ud" in line or b"\\uD" in line:
         _check_text(row, path, place)
     # Counting brackets is cheap, and most lines have too few to be nested that deeply.
@@ -118,9 +124,9 @@ def _parse(line: bytes, path: Path, place: str) -> dict[str, Any]:
 
 def _check_row(row: Any, path: Path, place: str) -> None:
     if _depth(row) > DEPTH:
-        raise _broken(path, place, _TOO_DEEP)
+        raise _broken_row(path, place, _TOO_DEEP)
     if not isinstance(row, dict):
-        raise _broken(path, place, "it is not an object of field names and values")
+        raise _broken_row(path, place, "it is not an object of field names and values")
 
 
 def _check_text(row: Any, path: Path, place: str) -> None:
@@ -128,7 +134,7 @@ def _check_text(row: Any, path: Path, place: str) -> None:
     try:
         json.dumps(row, ensure_ascii=False).encode("utf-8")
     except UnicodeError as error:
-        raise _broken(path, place, str(error)) from error
+        raise _broken_row(path, place, str(error)) from error
 
 
 def _depth(value: Any) -> int:
@@ -144,7 +150,7 @@ def _depth(value: Any) -> int:
     return deepest
 
 
-def _broken(path: Path, place: str, reason: str) -> UserError:
+def _broken_row(path: Path, place: str, reason: str) -> UserError:
     each = place.split()[0]
     return UserError(
         f"A {'line' if each == 'line' else 'value'} is not a row in JSON: {reason}.",

@@ -106,7 +106,7 @@ class ShardedReader:
         """Rows `start` to `stop`."""
         for shard in self.shards:
             rows_here = shard.count()
-            if stop is None or stop > 0:
+            if start < rows_here and (stop is None or stop > 0):
                 yield from shard.read(max(start, 0), stop)
             start, stop = start - rows_here, None if stop is None else stop - rows_here
 
@@ -209,14 +209,14 @@ def find_reader(root: Path | None, dataset: str, subset: str | None, split: str)
     if local is not None:
         return local
     if root is not None:
-        raise _missing([root], dataset, subset, split)
+        raise _missing_rows([root], dataset, subset, split)
     entry = catalog().get((dataset, subset))
     if entry is not None and entry.hub is not None and hub_is_allowed():
         return hub_reader(entry, split)
-    raise _missing(_named_folders(), dataset, subset, split, entry)
+    raise _missing_rows(_named_folders(), dataset, subset, split, entry)
 
 
-def _missing(
+def _missing_rows(
     roots: Sequence[Path],
     dataset: str,
     subset: str | None,

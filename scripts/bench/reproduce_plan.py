@@ -11,6 +11,7 @@ the run.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -53,9 +54,8 @@ def save_hub(folder: Path) -> None:
     """Writes a hub with the model's weights; none if it is there already."""
     if (folder / NAME / "config.json").is_file():
         return
-    shape = released.find(NAME).shape.__class__(
-        **{**vars(released.find(NAME).shape), "num_encoder_layers": 2, "num_decoder_layers": 2}
-    )
+    found = released.find(NAME)
+    shape = dataclasses.replace(found.shape, num_encoder_layers=2, num_decoder_layers=2)
     config = make_scoring_config(shape, Computation(("gelu", "linear")), "")
     shapes = parameter_shapes(T5(config, DTypePolicy("float32", "float32", "float32")))
     generator = np.random.default_rng(0)
@@ -106,8 +106,8 @@ def run(out: Path, limit: str, environment: dict[str, str], *, kill: bool) -> st
             [sys.executable, "-P", "-c", DRIVER, *words],
             stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=environment,
         )  # fmt: skip
-        before = journaled(out)
-        while kill and process.poll() is None and journaled(out) <= before:
+        before = journal_bytes(out)
+        while kill and process.poll() is None and journal_bytes(out) <= before:
             time.sleep(0.2)
         if kill:
             process.send_signal(signal.SIGKILL)
@@ -115,7 +115,7 @@ def run(out: Path, limit: str, environment: dict[str, str], *, kill: bool) -> st
     return log.read_text()
 
 
-def journaled(out: Path) -> int:
+def journal_bytes(out: Path) -> int:
     """Bytes of the scored pairs so far."""
     return sum(path.stat().st_size for path in out.glob("scores/*/pairs.bin"))
 

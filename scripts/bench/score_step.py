@@ -101,7 +101,7 @@ def measured(
     }
     scored(engine, pairs, plan, list(dict.fromkeys(one_of_each.values())))
     compiling, programs = time.perf_counter() - before, compiled()
-    done, count, seconds = scored(engine, pairs, plan, in_random_blocks(plan.batches), limit)
+    done, count, seconds = scored(engine, pairs, plan, shuffle_blocks(plan.batches), limit)
     every = plan.padded_inputs + plan.padded_targets
     return {
         "device": f"{partitioning}, jax {jax.__version__}",
@@ -144,7 +144,7 @@ def random_pairs(lengths: dict[str, np.ndarray], vocabulary: int) -> Pairs:
     return Pairs(texts(lengths["inputs"]), texts(lengths["targets"]), input_of, number)
 
 
-def in_random_blocks(batches: Sequence[DecoderBatch]) -> list[DecoderBatch]:
+def shuffle_blocks(batches: Sequence[DecoderBatch]) -> list[DecoderBatch]:
     """Batches whose neighbors, which share microbatches, mostly stay together."""
     starts = np.random.default_rng(0).permutation(np.arange(0, len(batches), _BLOCK))
     return [batch for start in starts for batch in batches[start : start + _BLOCK]]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -122,27 +123,22 @@ class Engine:
         encoded: set[Microbatch] = set()
         waiting: deque[tuple[DecoderBatch | TextBatch, Any]] = deque()
         most = max(1, self._tokens // plan.sizes.inputs) if self._tokens else _IN_FLIGHT
-        finished = 0
+        left, finished = iter(plan.batches), 0
         try:
-            for batch in plan.batches:
-                waiting.append((batch, self._dispatch(batch, pairs, encoded)))
-                if len(waiting) >= most:
-                    scored = self._finish(*waiting[0], pairs)
-                    waiting.popleft()
-                    finished += 1
-                    yield scored
-            while waiting:
-                scored = self._finish(*waiting[0], pairs)
-                waiting.popleft()
+            while True:
+                for batch in itertools.islice(left, most - len(waiting)):
+                    waiting.append((batch, self._dispatch(batch, pairs, encoded)))
+                if not waiting:
+                    return
+                scored = self._finish(*waiting.popleft())
                 finished += 1
                 yield scored
-            return
         except jax.errors.JaxRuntimeError as error:
             self._halve(plan, plan.batches[finished], error)
         waiting.clear()
         self._rooms.clear()
-        left = [batch.pairs for batch in plan.batches[finished:]]
-        todo = np.concatenate([rows[rows >= 0] for rows in left])
+        unscored = [batch.pairs for batch in plan.batches[finished:]]
+        todo = np.concatenate([rows[rows >= 0] for rows in unscored])
         yield from self.run(pairs, self.plan(pairs, todo))
 
     def _halve(self, plan: Plan, batch: DecoderBatch | TextBatch, error: Exception) -> None:
@@ -150,7 +146,7 @@ class Engine:
         # XLA's own status; some backends only mention it in the message.
         if "RESOURCE_EXHAUSTED" not in str(error) and "out of memory" not in str(error).lower():
             raise error
-        sizes = plan.sizes.halved()
+        sizes = plan.sizes.halve()
         if not sizes.inputs:
             length = max(each.length for each in batch.microbatches or (batch,))
             raise UserError(
@@ -195,9 +191,7 @@ class Engine:
             self._rooms |= {"kept": kept, batch.shape: read}
             return values
 
-    def _finish(
-        self, batch: DecoderBatch | TextBatch, started: Mapping[str, jax.Array], pairs: Pairs
-    ) -> Scored:
+    def _finish(self, batch: DecoderBatch | TextBatch, started: Mapping[str, jax.Array]) -> Scored:
         """Waits for a started batch's values, and sums them for each pair, in float64."""
         real = batch.pairs >= 0
         # Dispatch is asynchronous: running out of memory may surface only at this fetch.

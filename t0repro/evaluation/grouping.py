@@ -54,8 +54,8 @@ class Sizes:
         """Rows of a decoder batch of this length that read inputs of up to `memory` tokens."""
         return max(1, min(self.memory // 32 // length, self.memory // memory))
 
-    def halved(self) -> Sizes:
-        """Half as much at once."""
+    def halve(self) -> Sizes:
+        """Sizes of half as much at once."""
         return Sizes(self.inputs // 2, self.memory // 2)
 
 

@@ -14,7 +14,6 @@ import numpy as np
 
 from t0repro.config.data import Converter, SeqioDataConfig
 from t0repro.config.decoding import DecodingPlan
-from t0repro.data.mixing import FEATURES
 from t0repro.data.train_data import rename_seqio_features
 from t0repro.errors import UserError
 from t0repro.evaluation.engine import score_examples
@@ -75,7 +74,7 @@ class ModelFunctions:
         indices, examples = [], []
         for index, example in _pairs(dataset):
             indices.append(int(index))
-            examples.append({name: rename_seqio_features(example)[name] for name in FEATURES})
+            examples.append(rename_seqio_features(example))
         if not examples:
             return []
         scores = score_examples(self.params, self.model, examples, None)

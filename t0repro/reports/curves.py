@@ -64,7 +64,10 @@ def read_curves(folders: Sequence[Path], metric: str | None = None) -> tuple[str
     titles: dict[tuple[Path, str], str] = {}
     runs = {run: _of_lines(run) for given in folders for run in _runs_at(given)}
     if metric is None:
-        names = {name for run, found in runs.items() for name in found or _of_events(run)}
+        for run, found in runs.items():
+            if not found:
+                found |= _of_events(run)
+        names = set[str]().union(*runs.values())
         metric = next((each for each in _DEFAULT_METRICS if each in names), _DEFAULT_METRICS[0])
     for folder, found in runs.items():
         # Only if metrics.jsonl lacks it, since this reads every event file below the run.

@@ -7,9 +7,13 @@ that the agreement is proven in any checkout.
 import dataclasses
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from ..mtf.mesh_commands import CommandServer
@@ -36,6 +40,22 @@ def _job() -> Job:
         task = "super_glue_rte_GPT_3_style"
         return Job("rte_tasks", task, f"{task}_score_eval", {**environment, "PYTHONPATH": here})
     return Job("t0repro.tasks.demo", "demo_train", "demo_eval_score_eval", {"PYTHONPATH": here})
+
+
+def decode_by_mesh(folder: Path, **request: Any) -> dict[str, np.ndarray]:
+    """Mesh TensorFlow's inputs, variables and outputs; for the request see run_mesh_decode.py."""
+    job, out = _job(), folder / "out.npz"
+    request |= {"module": job.module, "task": job.train, "out": str(out)}
+    script = Path(__file__).with_name("run_mesh_decode.py")
+    done = subprocess.run(
+        [sys.executable, "-P", str(script), json.dumps(request)],
+        env={**os.environ, **job.environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(np.load(out))
 
 
 class Stacks:

@@ -10,11 +10,6 @@ the same order.
 """
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import flax.traverse_util
 import jax
@@ -28,7 +23,7 @@ from t0repro.model.t5 import T5
 from t0repro.parameters import naming
 
 from ..helpers.tiny_models import FLOAT32, model_config
-from .conftest import _job
+from .conftest import decode_by_mesh
 
 pytestmark = pytest.mark.mtf
 
@@ -63,27 +58,14 @@ RUNS = {
 @pytest.fixture(scope="module")
 def decoded(tmp_path_factory) -> dict[str, np.ndarray]:
     """Mesh TensorFlow's inputs, variables and outputs."""
-    job = _job()
-    out = tmp_path_factory.mktemp("decoded") / "out.npz"
-    request = {
-        "module": job.module,
-        "task": job.train,
-        "inputs": INPUTS,
-        "bindings": BINDINGS,
-        "batch_size": BATCH,
-        "out": str(out),
-        "runs": [_arguments(config) for config in RUNS.values()],
-    }
-    script = Path(__file__).with_name("run_mesh_decode.py")
-    done = subprocess.run(
-        [sys.executable, "-P", str(script), json.dumps(request)],
-        env={**os.environ, **job.environment},
-        capture_output=True,
-        text=True,
-        check=False,
+    runs = [_arguments(config) for config in RUNS.values()]
+    return decode_by_mesh(
+        tmp_path_factory.mktemp("decoded"),
+        inputs=INPUTS,
+        bindings=BINDINGS,
+        batch_size=BATCH,
+        runs=runs,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(np.load(out))
 
 
 def _arguments(config: DecodingConfig) -> dict:

@@ -4,12 +4,6 @@ Mesh TensorFlow's mode infer fills each row of inputs up to the lengths of input
 together, greedily.
 """
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import flax.traverse_util
 import jax
 import numpy as np
@@ -24,7 +18,7 @@ from t0repro.parameters import naming
 from t0repro.parameters.shape import recognize
 
 from ..helpers.tiny_models import FLOAT32
-from .conftest import _job
+from .conftest import decode_by_mesh
 
 pytestmark = pytest.mark.mtf
 
@@ -46,27 +40,14 @@ dropout_rate = 0.0
 @pytest.fixture(scope="module")
 def decoded(tmp_path_factory) -> dict[str, np.ndarray]:
     """Mesh TensorFlow's inputs, variables and outputs."""
-    job, out = _job(), tmp_path_factory.mktemp("decoded") / "out.npz"
-    request = {
-        "module": job.module,
-        "task": job.train,
-        "inputs": INPUTS,
-        "bindings": BINDINGS,
-        "model_type": "lm",
-        "batch_size": BATCH,
-        "out": str(out),
-        "runs": [{"targets": TARGETS}],
-    }
-    script = Path(__file__).with_name("run_mesh_decode.py")
-    done = subprocess.run(
-        [sys.executable, "-P", str(script), json.dumps(request)],
-        env={**os.environ, **job.environment},
-        capture_output=True,
-        text=True,
-        check=False,
+    return decode_by_mesh(
+        tmp_path_factory.mktemp("decoded"),
+        inputs=INPUTS,
+        bindings=BINDINGS,
+        model_type="lm",
+        batch_size=BATCH,
+        runs=[{"targets": TARGETS}],
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(np.load(out))
 
 
 def test_greedy_outputs_are_those_of_mesh_tensorflows_lm(decoded):

@@ -152,11 +152,19 @@ def test_a_byte_order_mark_and_carriage_returns_are_no_part_of_rows(tmp_path):
 
 
 def test_a_file_that_cannot_be_unpacked_is_named(tmp_path):
-    path = tmp_path / "train.jsonl.gz"
-    path.write_bytes(gzip.compress(b'{"text": "cut"}\n' * 1000)[:40])
-    with pytest.raises(UserError, match="cannot be unpacked") as caught:
-        list(rows.read_rows(path))
-    assert caught.value.where == str(path)
+    lines, listed = (ending.join([b'{"text": "cut"}'] * 9000) for ending in (b"\n", b",\n"))
+    packed = gzip.compress(lines)
+    for name, damaged in (
+        ("train.jsonl.gz", packed[:40]),
+        ("train.json.gz", gzip.compress(b"[" + listed + b"]")[:-12]),
+        ("train.jsonl.gz", packed[:20] + b"\xff" * 9 + packed[29:]),
+        ("train.jsonl.gz", lines),
+    ):
+        path = tmp_path / name
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match="cannot be unpacked") as caught:
+            list(rows.read_rows(path))
+        assert caught.value.where == str(path)
 
 
 def test_class_names_of_saved_arrow_files_are_read(tmp_path):

@@ -195,7 +195,7 @@ def _list_calls(selector: str, bindings: Bindings) -> list[Reference]:
     Raises:
       UserError: if a call contains itself, with the places that bind its arguments.
     """
-    calls: list[Reference] = []
+    calls: dict[Reference, None] = {}  # a set in order
     within: list[Reference] = []
 
     def visit(call: Reference) -> None:
@@ -211,7 +211,7 @@ def _list_calls(selector: str, bindings: Bindings) -> list[Reference]:
         if call in calls:
             return
         within.append(call)
-        calls.append(call)
+        calls[call] = None
         for value in door.flatten_value(door.raw_bindings(call.selector, call.scope)):
             if door.is_reference(value):
                 scope = "/".join(value.scopes) or call.scope
@@ -223,7 +223,7 @@ def _list_calls(selector: str, bindings: Bindings) -> list[Reference]:
                 visit(Reference(call.scope, other))
 
     visit(Reference("", selector))
-    return calls
+    return list(calls)
 
 
 def _places_of(calls: Sequence[Reference], bindings: Bindings) -> Iterator[str]:
