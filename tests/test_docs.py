@@ -16,7 +16,7 @@ import typer
 
 from t0repro.cli import app
 from t0repro.cli.spelling import canonical, with_t5x_overrides
-from t0repro.config.mtf.known import known_bindings
+from t0repro.config.mtf.refusals import known_bindings
 from t0repro.config.t5x.arguments import MODULES, parameters_of
 from t0repro.storage.access import addresses_of_another_machine
 

@@ -14,7 +14,7 @@ import gin
 from t0repro.config.decoding import DecodingConfig
 from t0repro.config.model import Layout, ModelConfig
 from t0repro.config.mtf import stand_ins
-from t0repro.config.mtf.known import known_bindings
+from t0repro.config.mtf.refusals import known_bindings
 from t0repro.config.optimizer import AdafactorConfig, AdamWeightDecayConfig
 from t0repro.config.run import EvalRun, InferRun, MeshEvalRun, TextRun, TrainRun
 from t0repro.config.settings import arguments_of, range_of

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 from t0repro.config.configuration import Configuration, RunInputs
-from t0repro.config.mtf.jax_settings import refusal_on_mesh_tensorflow
 from t0repro.config.mtf.model_api import check_mode, checkpoint_steps
 from t0repro.config.mtf.parser import deprecated_references
+from t0repro.config.mtf.refusals import refusal_on_mesh_tensorflow
 from t0repro.config.run import TrainRun
 from t0repro.errors import UserError
 from t0repro.mtf import hooks

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from t0repro.config.mtf import dialect
-from t0repro.config.mtf.known import known_bindings
 from t0repro.config.mtf.parser import MeshInputs, parse
+from t0repro.config.mtf.refusals import known_bindings
 
 pytestmark = pytest.mark.mtf
 

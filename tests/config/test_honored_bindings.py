@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from t0repro.config.mtf import dialect, jax_settings, stand_ins
-from t0repro.config.mtf.known import known_bindings
 from t0repro.config.mtf.parser import MeshInputs
+from t0repro.config.mtf.refusals import known_bindings
 from t0repro.errors import UserError
 
 from .test_mtf_gin import FILES, PARAMS
@@ -329,8 +329,8 @@ def known_arguments() -> dict[str, Any]:
     """Every argument that a run may bind, by its full name, with its default."""
     signatures = {selector: stand_ins.signature_of(selector) for selector in known_bindings()}
     signatures |= {
-        jax_settings.JAX_MODEL: inspect.signature(jax_settings.jax_model),
-        jax_settings.JAX_TRAINING: inspect.signature(jax_settings.jax_training),
+        "t0repro.jax_model": inspect.signature(jax_settings.jax_model),
+        "t0repro.jax_training": inspect.signature(jax_settings.jax_training),
     }
     return {
         f"{selector}.{name}": parameter.default

@@ -10,8 +10,8 @@ import pytest
 
 from t0repro.config import table
 from t0repro.config.mtf import dialect, stand_ins
-from t0repro.config.mtf.known import known_bindings
 from t0repro.config.mtf.parser import MeshInputs
+from t0repro.config.mtf.refusals import known_bindings
 from t0repro.config.run import Run
 from t0repro.errors import UserError
 

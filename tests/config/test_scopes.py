@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from t0repro.config.model import ModelConfig
-from t0repro.config.mtf.arguments import DECODER_ONLY, TOWER_SCOPES, scopes_read
-from t0repro.config.mtf.stand_ins import full_name
+from t0repro.config.mtf.arguments import DECODER_ONLY, TOWER_SCOPES, full_name, scopes_read
 from t0repro.config.settings import arguments_of
 from t0repro.errors import UserError
 

@@ -11,8 +11,8 @@ import jax
 import pytest
 
 from t0repro.config.mtf import dialect
-from t0repro.config.mtf.known import known_bindings
 from t0repro.config.mtf.parser import MeshInputs
+from t0repro.config.mtf.refusals import known_bindings
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.parameters import naming

@@ -89,11 +89,11 @@ def swap_configurables(configurables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def isolate_config(unregistered: Callable[[str], bool]) -> Iterator[None]:
+def isolate_config(*modules: str) -> Iterator[None]:
     """Empties gin's configuration before the block, and again after it.
 
     Args:
-      unregistered: Whether gin forgets the configurables of a module after the block.
+      *modules: Beginnings of modules' names, whose configurables gin forgets after the block.
     """
     gin.clear_config()
     try:
@@ -103,7 +103,7 @@ def isolate_config(unregistered: Callable[[str], bool]) -> Iterator[None]:
         # gin.clear_config leaves the registry as it is, so these have to be removed from it by
         # hand.
         for function in [*gin.config._INVERSE_REGISTRY]:
-            if unregistered(function.__module__):
+            if function.__module__.startswith(modules):
                 gin.config._REGISTRY.pop(gin.config._INVERSE_REGISTRY.pop(function).selector)
 
 
@@ -248,12 +248,6 @@ def reference_to(value: Any, within: str = "") -> Reference | None:
 def value_of(selector: str, argument: str, scope: str = "") -> Any:
     """An argument's value as written, for a call in a scope, macros followed; None if unbound."""
     return follow_macros(raw_bindings(selector, scope).get(argument))
-
-
-def scope_of(selector: str, argument: str) -> str:
-    """The scope of the reference that an argument is bound to; "" without one."""
-    reference = reference_to(value_of(selector, argument))
-    return reference.scope if reference else ""
 
 
 def format_value(value: Any) -> str:

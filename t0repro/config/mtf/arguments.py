@@ -7,6 +7,7 @@ TensorFlow calls its configurable, or its default. Configurables have short name
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any, NoReturn, TypeVar
@@ -15,11 +16,19 @@ import gin
 from t0repro.config.configuration import NotOnJax
 from t0repro.config.gin import door
 from t0repro.config.gin.door import Bindings, Reference
-from t0repro.config.mtf.stand_ins import full_name
+from t0repro.config.mtf.stand_ins import read_signatures
 from t0repro.config.settings import arguments_of
 from t0repro.errors import UserError
 
 _Settings = TypeVar("_Settings")
+
+
+@functools.cache
+def full_name(name: str) -> str:
+    """The recorded selector that gin finds for a name such as `utils.run`."""
+    selectors = [x for x in read_signatures()["configurables"] if f".{x}".endswith(f".{name}")]
+    return name if name in selectors or len(selectors) != 1 else selectors[0]
+
 
 # The scopes in which an encoder-decoder model reads its configurables. Constructors run in their
 # tower's scope. Everything else, such as sublayers and optimizers, runs outside of both scopes.

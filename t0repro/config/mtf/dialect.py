@@ -11,33 +11,34 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import gin
 from t0repro.config.checkpoints import CheckpointChoice
 from t0repro.config.combinations import check_combinations
 from t0repro.config.configuration import Configuration, NotOnJax, RunInputs
-from t0repro.config.data import TrainDataConfig
 from t0repro.config.gin import door
-from t0repro.config.gin.door import Bindings
 from t0repro.config.gin.errors import configuration_errors
+from t0repro.config.model import ModelType
 from t0repro.config.mtf import stand_ins
 from t0repro.config.mtf.arguments import Arguments
-from t0repro.config.mtf.decoding import read_decoding, read_text
 from t0repro.config.mtf.inputs import read_inputs
-from t0repro.config.mtf.jax_settings import refusal_on_mesh_tensorflow
-from t0repro.config.mtf.known import refuse_unknown_bindings
-from t0repro.config.mtf.misread import check_types, list_misread, scoped_calls
 from t0repro.config.mtf.model import add_adapter_and_loss, read_dtypes, read_layout, read_model
 from t0repro.config.mtf.model_api import FindCheckpoint, export_refusal, parse_model_api
-from t0repro.config.mtf.optimizer import read_optimizer, read_schedule
+from t0repro.config.mtf.optimizer import read_optimizer, read_schedule, read_train_steps
 from t0repro.config.mtf.parser import MeshInputs, parse
 from t0repro.config.mtf.plan import (
+    read_decoding,
     read_eval_data,
     read_plan,
-    read_total_steps,
+    read_text,
     read_train_data,
-    read_train_steps,
+)
+from t0repro.config.mtf.refusals import (
+    check_types,
+    list_misread,
+    refusal_on_mesh_tensorflow,
+    refuse_unsupported,
 )
 from t0repro.config.run import RUN_OF_MODE, MeshEvalRun, Run, TextRun, TrainRun
 from t0repro.config.settings import check_divides, check_values
@@ -82,7 +83,23 @@ def load(
                 )
         # A second block: from here on, messages can give the places of bindings.
         with configuration_errors(bindings):
-            return _read(inputs.model_dir, bindings, float32_activations)
+            check_types(bindings)
+            arguments = Arguments(bindings)
+            run_inputs = read_inputs(arguments, inputs.model_dir)
+            warnings = tuple(list_misread(bindings, arguments.model_type))
+            only_on_jax = refusal_on_mesh_tensorflow()
+            try:
+                if warnings:
+                    raise warnings[0]
+                refuse_unsupported(arguments)
+                run = _read_run(arguments, run_inputs, float32_activations)
+            # Kept, not raised: the run may be for Mesh TensorFlow.
+            except NotOnJax as refusal:
+                run = refusal
+            # Calls made here must not appear in the operative_config.gin of a Mesh TensorFlow run.
+            door.forget_calls()
+            text = without_passwords(gin.config_str())
+            return Configuration(run_inputs, run, text, warnings, only_on_jax)
 
 
 @contextlib.contextmanager
@@ -98,55 +115,14 @@ def _stand_ins() -> Iterator[None]:
         raise NotOnJax(error.what, where=error.where, fix=fix) from error
 
 
-def _read(model_dir: str, bindings: Bindings, float32_activations: bool) -> Configuration:
-    """The run that gin's current configuration describes."""
-    check_types(bindings)
-    arguments = Arguments(bindings)
-    inputs = read_inputs(arguments, model_dir)
-    warnings = tuple(list_misread(bindings, arguments.model_type))
-    try:
-        if warnings:
-            raise warnings[0]
-        run = _read_run(arguments, inputs, float32_activations)
-    # Kept, not raised: the run may be for Mesh TensorFlow.
-    except NotOnJax as refusal:
-        run = refusal
-    # Calls made here must not appear in the operative_config.gin of a Mesh TensorFlow run.
-    door.forget_calls()
-    text = without_passwords(gin.config_str())
-    return Configuration(
-        inputs, run, text, misread=warnings, only_on_jax=refusal_on_mesh_tensorflow()
-    )
-
-
 def _read_run(arguments: Arguments, inputs: RunInputs, float32_activations: bool) -> Run:
     """The run of the mode.
 
     Raises:
       NotOnJax: naming binding and place, if the JAX stack does not support the configuration.
     """
-    _check_supported(arguments)
-    values = _read_values(arguments, inputs, float32_activations)
-    # Settings of the other modes are checked too: a mistake is found before its mode runs.
-    for kind in (TrainRun, MeshEvalRun, TextRun):
-        values = arguments.values(kind, "", **values)
-        check_values(kind, values, arguments.provenance)
-    run_kind = RUN_OF_MODE[inputs.mode]
-    fields = {field.name for field in dataclasses.fields(run_kind)} - {"provenance"}
-    places = sorted(arguments.provenance.items())
-    run = run_kind(
-        **{name: values[name] for name in fields},
-        provenance={name: place for name, place in places if name.partition(".")[0] in fields},
-    )
-    _check_together(arguments, run, values["plan"].train_data)
-    return run
-
-
-def _check_supported(arguments: Arguments) -> None:
-    """Refuses bindings, a kind of model or a mode that the JAX stack lacks."""
-    refuse_unknown_bindings(arguments)
-    model_type, mode = arguments.model_type, arguments.run["mode"]
-    if model_type not in ("bitransformer", "lm", "delimited_lm"):
+    model_type, mode = arguments.model_type, inputs.mode
+    if model_type not in get_args(ModelType):
         arguments.refuse(f"model_type {model_type!r}", "model_type")
     if str(mode).startswith("export"):
         raise export_refusal(mode, arguments.place("mode"))
@@ -156,37 +132,61 @@ def _check_supported(arguments: Arguments) -> None:
             " perplexity; `t0repro rank-eval` ranks and generates with its checkpoints",
             "mode",
         )
-    for refusal in scoped_calls(arguments.bindings, model_type):
-        raise refusal
+    values = _read_values(arguments, inputs, float32_activations)
+    # Settings of the other modes are checked too: a mistake is found before its mode runs.
+    for kind in (TrainRun, MeshEvalRun, TextRun):
+        values = arguments.values(kind, "", **values)
+        check_values(kind, values, arguments.provenance)
+    run_kind, places = RUN_OF_MODE[inputs.mode], arguments.provenance
+    fields = {field.name for field in dataclasses.fields(run_kind)} - {"provenance"}
+    run = run_kind(
+        **{name: values[name] for name in fields},
+        provenance={k: v for k, v in sorted(places.items()) if k.partition(".")[0] in fields},
+    )
+    # Named in errors about the position bias's buckets: the setting that is bound.
+    distance, buckets = "relative_attention_max_distance", "relative_attention_num_buckets"
+    is_bound = arguments.place(distance, "t0repro.jax_model")
+    run.model.check_position_buckets(places.get(f"model.{distance if is_bound else buckets}"))
+    if isinstance(run, TrainRun):
+        check_combinations(run)
+    # Of a training run that is only bound, too.
+    if (train_data := values["plan"].train_data) is not None:
+        place, name = places.get("plan.train_data.num_shards"), "t0repro.jax_training.data_shards"
+        check_divides(name, train_data.num_shards, run.batch_size, place)
+    return run
 
 
 def _read_values(
     arguments: Arguments, inputs: RunInputs, float32_activations: bool
 ) -> dict[str, Any]:
     """The fields of all modes' runs that rules give."""
-    mode, vocabulary = inputs.mode, inputs.vocabularies[0]
-    train_steps = read_train_steps(arguments, inputs)
-    total_steps = read_total_steps(arguments, train_steps)
-    train_data = read_train_data(arguments, "plan.train_data.")
-    eval_data = read_eval_data(arguments)
-    if eval_data is None and mode == "perplexity_eval":
-        eval_data = read_train_data(arguments, "eval_data.")
     model = read_model(arguments, tuple(each.vocab_size for each in inputs.vocabularies))
     # Evaluations find an adapter through the checkpoint's adapter.json, not through gin.
-    if mode == "train":
+    if inputs.mode == "train":
         model = add_adapter_and_loss(arguments, model)
+    layout = read_layout(arguments, inputs.tpu_mesh)
+    dtypes = read_dtypes(arguments, float32_activations)
     optimizer = read_optimizer(arguments, model)
+    train_steps = read_train_steps(arguments, inputs)
+    schedule = read_schedule(arguments, train_steps, optimizer)
+    train_data = read_train_data(arguments, "plan.train_data.")
+    eval_data = read_eval_data(arguments)
+    if eval_data is None and inputs.mode == "perplexity_eval":
+        eval_data = read_train_data(arguments, "eval_data.")
+    vocabulary = inputs.vocabularies[0]
+    address = getattr(vocabulary, "sentencepiece_model_file", None)
+    if isinstance(vocabulary, VocabularyFile):
+        address = None if vocabulary.address == BYTES else vocabulary.address
     checked = ("mode", "model_dir", "sequence_length", "batch_size", "num_microbatches")
     return {
         **{name: getattr(inputs, name) for name in (*checked, "eval_checkpoint_step")},
         "model": model,
-        "layout": read_layout(arguments, inputs.tpu_mesh),
-        "dtypes": read_dtypes(arguments, float32_activations),
-        "vocabulary": _read_address(vocabulary),
+        "layout": layout,
+        "dtypes": dtypes,
+        "vocabulary": address,
         "vocabulary_extra_ids": getattr(vocabulary, "extra_ids", 0),
         "optimizer": optimizer,
-        # Schedules with an end count to total_run_steps if it is bound.
-        "schedule": read_schedule(arguments, total_steps, optimizer),
+        "schedule": schedule,
         "train_steps": train_steps,
         "plan": read_plan(arguments, train_data, inputs.init_checkpoint),
         "checkpoint_choice": arguments.settings(CheckpointChoice, "checkpoint_choice."),
@@ -194,23 +194,3 @@ def _read_values(
         "eval_data": eval_data,
         **read_text(arguments),
     }
-
-
-def _read_address(vocabulary: Any) -> str | None:
-    if isinstance(vocabulary, VocabularyFile):
-        return None if vocabulary.address == BYTES else vocabulary.address
-    return getattr(vocabulary, "sentencepiece_model_file", None)
-
-
-def _check_together(arguments: Arguments, run: Run, train_data: TrainDataConfig | None) -> None:
-    """Refuses settings that do not go together."""
-    places = arguments.provenance
-    # Named in errors about the position bias's buckets: the setting that is bound.
-    distance, buckets = "relative_attention_max_distance", "relative_attention_num_buckets"
-    is_bound = arguments.place(distance, "t0repro.jax_model")
-    run.model.check_position_buckets(places.get(f"model.{distance if is_bound else buckets}"))
-    if isinstance(run, TrainRun):
-        check_combinations(run)
-    if train_data is not None:
-        place, name = places.get("plan.train_data.num_shards"), "t0repro.jax_training.data_shards"
-        check_divides(name, train_data.num_shards, run.batch_size, place)

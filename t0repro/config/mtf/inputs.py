@@ -1,15 +1,21 @@
-"""The rules by which gin's bindings make what either backend checks first: data and batches."""
+"""The rules by which gin's bindings make what either backend checks first: data and batches.
+
+A shape of a mesh is written `batch:16,model:8`, layout rules `batch:batch,d_ff:model`: a rule names
+the mesh dimension that shards a tensor's dimension. Either is taken as gin binds it: as text, as
+pairs, or as Mesh TensorFlow's own objects.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from t0repro.config.configuration import RunInputs
 from t0repro.config.gin import door
-from t0repro.config.mtf import mesh
-from t0repro.config.mtf.arguments import Arguments
-from t0repro.config.mtf.stand_ins import full_name
+from t0repro.config.mtf.arguments import Arguments, full_name
+from t0repro.config.mtf.stand_ins import Dimension
 from t0repro.config.run import Run
 from t0repro.config.settings import check_field
 from t0repro.errors import UserError
@@ -33,8 +39,10 @@ def read_inputs(arguments: Arguments, model_dir: str) -> RunInputs:
     _check_mesh(arguments)
     sequence_length = _read_lengths(arguments)
     batch_size = _read_batch_size(arguments, sequence_length)
-    step, vocabulary = arguments.run["eval_checkpoint_step"], arguments.run["vocabulary"]
+    num_microbatches = _count_microbatches(arguments, batch_size, sequence_length)
+    master_dtype, tpu_mesh = read_dtype_name(arguments, "master_dtype"), derive_tpu_mesh(arguments)
     name, use_cached = _find_data(arguments)
+    step, vocabulary = arguments.run["eval_checkpoint_step"], arguments.run["vocabulary"]
     return arguments.settings(
         RunInputs,
         "",
@@ -47,9 +55,9 @@ def read_inputs(arguments: Arguments, model_dir: str) -> RunInputs:
         use_cached=use_cached,
         # t5 gives a pair, or one vocabulary for both features.
         vocabularies=vocabulary if isinstance(vocabulary, tuple) else (vocabulary, vocabulary),
-        master_dtype=read_dtype_name(arguments, "master_dtype"),
-        num_microbatches=_count_microbatches(arguments, batch_size, sequence_length),
-        tpu_mesh=derive_tpu_mesh(arguments),
+        master_dtype=master_dtype,
+        num_microbatches=num_microbatches,
+        tpu_mesh=tpu_mesh,
         provenance=arguments.provenance,
     )
 
@@ -86,8 +94,8 @@ def _check_run(arguments: Arguments) -> None:
 
 def _check_mesh(arguments: Arguments) -> None:
     for argument, read, example in (
-        ("mesh_shape", mesh.mesh_dimensions, "'batch:4,model:2'"),
-        ("layout_rules", mesh.layout_pairs, "'batch:batch,d_ff:model'"),
+        ("mesh_shape", mesh_dimensions, "'batch:4,model:2'"),
+        ("layout_rules", layout_pairs, "'batch:batch,d_ff:model'"),
     ):
         value = arguments.run[argument]
         try:
@@ -104,15 +112,16 @@ def _find_data(arguments: Arguments) -> tuple[str | None, bool]:
     """The mixture that the mode reads, and whether it comes from a cache."""
     mode = arguments.run["mode"]
     if mode == "train":
-        function, reader = "mesh_train_dataset_fn", ("utils.run", "train_dataset_fn")
+        function, reader, argument = "mesh_train_dataset_fn", "utils.run", "train_dataset_fn"
     elif mode in ("eval", "score_eval", "perplexity_eval"):
-        function, reader = "mesh_eval_dataset_fn", ("utils.run", "eval_dataset_fn")
+        function, reader, argument = "mesh_eval_dataset_fn", "utils.run", "eval_dataset_fn"
     elif mode == "score_from_dataset":
-        function, reader = "mesh_eval_dataset_fn", (f"utils.{mode}", "score_dataset_fn")
+        function, reader, argument = "mesh_eval_dataset_fn", f"utils.{mode}", "score_dataset_fn"
     else:
         # infer and score_from_strings read lines, not a mixture.
         return None, False
-    bound = arguments.read(function, door.scope_of(full_name(reader[0]), reader[1]))
+    reference = arguments.reference(reader, argument)
+    bound = arguments.read(function, reference.scope if reference else "")
     return bound.get("mixture_or_task_name"), bound["use_cached"]
 
 
@@ -122,7 +131,7 @@ def derive_tpu_mesh(arguments: Arguments) -> str | None:
     bound = door.value_of(full_name("utils.run"), "mesh_shape")
     if door.selector_of(bound) != full_name("utils.tpu_mesh_shape"):
         return None
-    dimensions = mesh.mesh_dimensions(arguments.run["mesh_shape"])
+    dimensions = mesh_dimensions(arguments.run["mesh_shape"])
     return ",".join(f"{each.name}:{each.size}" for each in dimensions) or None
 
 
@@ -169,7 +178,7 @@ def _read_batch_size(arguments: Arguments, sequence_length: Mapping[str, int] | 
                 where=where,
                 fix="Bind run.batch_size to a number or to ('sequences_per_batch', N).",
             )
-        # Mesh TensorFlow counts a batch's tokens by the longer of its features.
+        # The longest feature alone: T0's 2**20 tokens at 1,024 inputs are 1,024 sequences.
         longest = max(sequence_length.values())
         if amount % longest:
             raise UserError(
@@ -178,8 +187,11 @@ def _read_batch_size(arguments: Arguments, sequence_length: Mapping[str, int] | 
                 fix=f"Bind a multiple of {longest}: ({method!r},"
                 f" {max(1, round(amount / longest)) * longest}).",
             )
-    shape, rules = arguments.run["mesh_shape"], arguments.run["layout_rules"]
-    return mesh.batch_size(method, amount, sequence_length, shape, rules)
+        amount //= longest
+    if method.endswith("per_batch"):
+        return amount
+    # Mesh TensorFlow counts replicas along both of these dimensions.
+    return amount * count_shards(arguments, "batch") * count_shards(arguments, "outer_batch")
 
 
 def _count_microbatches(
@@ -194,11 +206,10 @@ def _count_microbatches(
             fix="Bind a whole number, or None for a single microbatch.",
         )
     # Only training accumulates gradients.
-    if sequence_length is None or arguments.run["mode"] != "train":
+    if not tokens or sequence_length is None or arguments.run["mode"] != "train":
         return 1
-    shape, rules = arguments.run["mesh_shape"], arguments.run["layout_rules"]
-    shards = mesh.count_shards("batch", shape, rules)
-    if tokens and batch_size % shards:
+    shards = count_shards(arguments, "batch")
+    if batch_size % shards:
         if not derive_tpu_mesh(arguments):
             raise UserError(
                 f"The batch of {batch_size} sequences is not divided by {shards} shards.",
@@ -206,7 +217,11 @@ def _count_microbatches(
                 fix=f"Bind a batch size that is a multiple of {shards}.",
             )
         shards = 1  # a batch too small for the TPU still fits one device
-    return mesh.count_microbatches(batch_size // shards, sequence_length, tokens)
+    rows = batch_size // shards
+    # As in Mesh TensorFlow, a microbatch has at least one sequence, however long, and its size
+    # divides the replica's rows.
+    most = max(1, tokens // max(sequence_length.values()))
+    return rows // next(size for size in range(most, 0, -1) if rows % size == 0)
 
 
 def read_dtype_name(arguments: Arguments, argument: str) -> str:
@@ -225,3 +240,61 @@ def read_dtype_name(arguments: Arguments, argument: str) -> str:
         where=arguments.place(argument, "utils.get_variable_dtype"),
         fix="Bind 'float32' or 'bfloat16'.",
     )
+
+
+def mesh_dimensions(shape: Any) -> tuple[Dimension, ...]:
+    """The dimensions of a mesh.
+
+    Raises:
+      ValueError: If it is not a shape.
+    """
+    if isinstance(shape, str):
+        dimensions = tuple(Dimension(name, int(size)) for name, size in _pairs(shape))
+    else:
+        # Mesh TensorFlow's own Shape holds its dimensions as `dims`, with `name` and `size`.
+        dimensions = tuple(_dimension(each) for each in getattr(shape, "dims", shape))
+    if len({each.name for each in dimensions}) < len(dimensions):
+        raise ValueError("a dimension is repeated")
+    return dimensions
+
+
+def _dimension(value: Any) -> Dimension:
+    name, size = (value.name, value.size) if hasattr(value, "size") else value
+    if not isinstance(name, str) or type(size) is not int:
+        raise ValueError(f"{value!r} is not a name and a size")
+    return Dimension(name, size)
+
+
+def layout_pairs(rules: Any) -> frozenset[tuple[str, str]]:
+    """Pairs of a tensor's dimension and the mesh's dimension that shards it.
+
+    Raises:
+      ValueError: If they are not layout rules.
+    """
+    pairs = _pairs(rules) if isinstance(rules, str) else getattr(rules, "_pairs", rules)
+    return frozenset((tensor, mesh) for tensor, mesh in pairs)
+
+
+def _pairs(text: str) -> Iterator[tuple[str, str]]:
+    for part in filter(None, re.split("[,;]", text.replace(" ", ""))):
+        first, _, second = part.partition(":")
+        if not first or not second or ":" in second:
+            raise ValueError(f"{part!r} is not a pair A:B")
+        yield first, second
+
+
+def count_shards(arguments: Arguments, *dimensions: str) -> int:
+    """How many shards a tensor of these dimensions has.
+
+    Raises:
+      ValueError: If several dimensions of the mesh shard one of them.
+    """
+    pairs = layout_pairs(arguments.run["layout_rules"])
+    axes: set[Dimension] = set()  # a set: dimensions on the same axis are sharded by it once
+    for dimension in dimensions:
+        shape = mesh_dimensions(arguments.run["mesh_shape"])
+        along = [each for each in shape if (dimension, each.name) in pairs]
+        if len(along) > 1:
+            raise ValueError(f"{dimension} is divided along {' and '.join(x.name for x in along)}")
+        axes.update(along)
+    return math.prod(axis.size for axis in axes)

@@ -6,15 +6,9 @@ module registers them with gin; Mesh TensorFlow refuses them all by name.
 
 from __future__ import annotations
 
-import inspect
-
 import gin
 from t0repro import adapters
 from t0repro.config.choices import ChoiceLoss
-from t0repro.errors import UserError
-
-JAX_MODEL = "t0repro.jax_model"
-JAX_TRAINING = "t0repro.jax_training"
 
 
 # Importing this module registers it; the parser does so before it reads a file.
@@ -58,19 +52,3 @@ def jax_training(
 for _function in (adapters.lora, adapters.ia3):
     gin.external_configurable(_function, module="t0repro.adapters")
 gin.external_configurable(ChoiceLoss, module="t0repro")
-
-
-def refusal_on_mesh_tensorflow() -> UserError | None:
-    """The error for a setting that gin binds to a value that Mesh TensorFlow does not support."""
-    for selector, function in ((JAX_MODEL, jax_model), (JAX_TRAINING, jax_training)):
-        parameters = inspect.signature(function).parameters
-        for name, value in gin.get_bindings(selector).items():
-            # A setting bound to its default needs no support.
-            if value != parameters[name].default:
-                return UserError(
-                    f"{selector}.{name} is {value!r}; Mesh TensorFlow supports"
-                    f" only {parameters[name].default!r}.",
-                    where=f"{selector}.{name}",
-                    fix="Run with --backend=jax, or leave the binding out.",
-                )
-    return None

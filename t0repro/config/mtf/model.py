@@ -16,10 +16,8 @@ from t0repro.config.configuration import NotOnJax
 from t0repro.config.gin import door
 from t0repro.config.gin.folders import is_shipped
 from t0repro.config.model import Activation, DType, DTypePolicy, Layout, ModelConfig
-from t0repro.config.mtf import mesh
-from t0repro.config.mtf.arguments import Arguments
-from t0repro.config.mtf.inputs import read_dtype_name
-from t0repro.config.mtf.stand_ins import full_name
+from t0repro.config.mtf.arguments import Arguments, full_name
+from t0repro.config.mtf.inputs import count_shards, mesh_dimensions, read_dtype_name
 from t0repro.config.settings import check_field
 from t0repro.errors import UserError
 from t0repro.parameters.naming import SHARED_LAYERS
@@ -195,22 +193,17 @@ def read_layout(arguments: Arguments, tpu_mesh: str | None) -> Layout:
     Raises:
       NotOnJax: for a rule that shards d_model.
     """
-    shape, rules = arguments.run["mesh_shape"], arguments.run["layout_rules"]
     # One device: there is nothing to shard, and rules without a mesh have no meaning.
-    if math.prod(each.size for each in mesh.mesh_dimensions(shape)) == 1:
+    if math.prod(each.size for each in mesh_dimensions(arguments.run["mesh_shape"])) == 1:
         return Layout()
 
-    # A set: dimensions on the same mesh axis are sharded by it once.
-    def shards(*dimensions: str) -> int:
-        axes = {axis for name in dimensions for axis in mesh.mesh_axes(name, shape, rules)}
-        return math.prod(axis.size for axis in axes)
-
-    if shards("d_model") > 1:
+    if count_shards(arguments, "d_model") > 1:
         arguments.refuse("a rule that divides d_model", "layout_rules")
     # Only a mesh computed for a TPU adapts to the devices of this machine.
     topology = arguments.read("utils.tpu_mesh_shape")["tpu_topology"] if tpu_mesh else None
     # Mesh TensorFlow may shard only some of these three; here, all of them are sharded.
-    return Layout(shards("batch"), shards("d_ff", "heads", "vocab"), topology=topology)
+    model = count_shards(arguments, "d_ff", "heads", "vocab")
+    return Layout(count_shards(arguments, "batch"), model, topology=topology)
 
 
 def _read_towers(arguments: Arguments) -> list[_Tower]:

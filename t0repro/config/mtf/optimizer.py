@@ -1,4 +1,4 @@
-"""The rules by which gin's bindings make a run's optimizer and learning-rate schedule."""
+"""The rules by which gin's bindings make a run's optimizer, schedule and number of steps."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import re
 from collections.abc import Mapping
 from typing import Any, get_args
 
+from t0repro.config.configuration import RunInputs
 from t0repro.config.gin import door
 from t0repro.config.gin.door import Reference
 from t0repro.config.model import ModelConfig
-from t0repro.config.mtf.arguments import Arguments
-from t0repro.config.mtf.stand_ins import full_name
+from t0repro.config.mtf.arguments import Arguments, full_name
 from t0repro.config.optimizer import (
     AdafactorConfig,
     AdamWeightDecayConfig,
     OptimizerConfig,
     ScheduleConfig,
 )
-from t0repro.config.settings import arguments_of
+from t0repro.config.run import TrainRun
+from t0repro.config.settings import arguments_of, check_field
 from t0repro.errors import UserError
 
 # Mesh TensorFlow's name -> the optimizer.
@@ -41,6 +42,31 @@ SCHEDULES = tuple(
 _PRODUCT = "product_learning_rate"
 # Dimensions of a T5's variables; an optimizer option for any other dimension has no effect.
 _DIMENSIONS = {"vocab", "d_model", "d_ff", "heads", "d_kv", "buckets"}
+
+
+def read_train_steps(arguments: Arguments, inputs: RunInputs) -> int:
+    """The global step at which training ends.
+
+    Raises:
+      UserError: For neither a number of steps nor auto_train_steps.
+    """
+    steps: Any = arguments.run["train_steps"]
+    if not callable(steps):  # a number, or nonsense
+        place = arguments.place("train_steps")
+        check_field(TrainRun, "train_steps", steps, place)
+        return steps
+    reference = arguments.reference("utils.run", "train_steps")
+    # The default is auto_train_steps too.
+    if reference is not None and reference.name != "auto_train_steps":
+        arguments.refuse(f"train_steps = @{reference.name}", "train_steps")
+    if inputs.sequence_length is None:
+        raise UserError(
+            "run.train_steps counts tokens, and run.sequence_length is None.",
+            where=arguments.place("train_steps"),
+            fix="Bind run.train_steps to a number.",
+        )
+    count_steps: Any = steps
+    return count_steps(inputs.batch_size, inputs.sequence_length)
 
 
 def read_optimizer(arguments: Arguments, model: ModelConfig) -> OptimizerConfig | None:
@@ -127,13 +153,19 @@ def _adafactor_rules(
 
 
 def read_schedule(
-    arguments: Arguments, total_train_steps: int, optimizer: OptimizerConfig | None
+    arguments: Arguments, train_steps: int, optimizer: OptimizerConfig | None
 ) -> ScheduleConfig | None:
     """The schedule: a function, a constant, a list of factors, or Adafactor's own default.
 
     Raises:
       UserError: For a schedule that the JAX stack lacks.
     """
+    # A schedule with an end counts to total_run_steps if it is bound.
+    total_train_steps = train_steps
+    if (steps := arguments.run["total_run_steps"]) is not None:
+        place, name = arguments.place("total_run_steps"), "run.total_run_steps"
+        check_field(ScheduleConfig, "total_train_steps", steps, place, name)
+        total_train_steps = steps
     bound = door.value_of(full_name("utils.run"), "learning_rate_schedule")
     for field in ("schedule", "schedule.name"):
         arguments.note(field, "utils.run", "learning_rate_schedule")

@@ -1,52 +1,19 @@
-"""The rules by which gin's bindings make a run's steps, its data and the plan of a training."""
+"""The rules by which gin's bindings make a run's data, the plan of a training, and its outputs.
+
+An argument that Mesh TensorFlow passes explicitly overrides a binding of it. For instance,
+`Unitransformer.sample_autoregressive.temperature`, which sample_decode.gin also binds, changes
+nothing in an encoder-decoder model: Bitransformer.decode passes its own.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
-from t0repro.config.configuration import RunInputs
+from t0repro.config.configuration import NotOnJax
 from t0repro.config.data import EvalDataConfig, TrainDataConfig
-from t0repro.config.mtf.arguments import Arguments
-from t0repro.config.mtf.decoding import check_postprocess
-from t0repro.config.optimizer import ScheduleConfig
-from t0repro.config.run import TrainingPlan, TrainRun, mesh_transformer_plan
-from t0repro.config.settings import check_field
+from t0repro.config.decoding import DecodingConfig, InferConfig, ScoreStringsConfig
+from t0repro.config.mtf.arguments import Arguments, full_name
+from t0repro.config.mtf.inputs import count_shards
+from t0repro.config.run import TrainingPlan, mesh_transformer_plan
 from t0repro.errors import UserError
-
-
-def read_train_steps(arguments: Arguments, inputs: RunInputs) -> int:
-    """The global step at which training ends.
-
-    Raises:
-      UserError: For neither a number of steps nor auto_train_steps.
-    """
-    steps: Any = arguments.run["train_steps"]
-    if not callable(steps):  # a number, or nonsense
-        place = arguments.place("train_steps")
-        check_field(TrainRun, "train_steps", steps, place)
-        return steps
-    reference = arguments.reference("utils.run", "train_steps")
-    # The default is auto_train_steps too.
-    if reference is not None and reference.name != "auto_train_steps":
-        arguments.refuse(f"train_steps = @{reference.name}", "train_steps")
-    if inputs.sequence_length is None:
-        raise UserError(
-            "run.train_steps counts tokens, and run.sequence_length is None.",
-            where=arguments.place("train_steps"),
-            fix="Bind run.train_steps to a number.",
-        )
-    count_steps: Any = steps
-    return count_steps(inputs.batch_size, inputs.sequence_length)
-
-
-def read_total_steps(arguments: Arguments, train_steps: int) -> int:
-    """The step to which a schedule with an end counts: total_run_steps, or else `train_steps`."""
-    steps = arguments.run["total_run_steps"]
-    if steps is None:
-        return train_steps
-    place = arguments.place("total_run_steps")
-    check_field(ScheduleConfig, "total_train_steps", steps, place, "run.total_run_steps")
-    return steps
 
 
 def read_train_data(arguments: Arguments, prefix: str) -> TrainDataConfig | None:
@@ -82,7 +49,7 @@ def read_eval_data(arguments: Arguments) -> EvalDataConfig | TrainDataConfig | N
     """The data to evaluate; None without a dataset function."""
     caller, argument = "utils.run", "eval_dataset_fn"
     if arguments.run["mode"] == "score_from_dataset":
-        check_postprocess(arguments, "utils.score_from_dataset")
+        _check_postprocess(arguments, "utils.score_from_dataset")
         caller, argument = "utils.score_from_dataset", "score_dataset_fn"
         arguments.require(caller, argument)
     scope = _dataset_scope(arguments, caller, argument, "mesh_eval_dataset_fn")
@@ -142,4 +109,82 @@ def read_plan(
             "init_variable_filter": arguments.place("init_variable_filter", estimator),
         },
         **{name: run[name] for name in notes.values()},
+    )
+
+
+def read_decoding(arguments: Arguments) -> DecodingConfig:
+    """How outputs are generated.
+
+    Raises:
+      NotOnJax: For options that Mesh TensorFlow's decoding refuses too.
+    """
+    decode, options = "Bitransformer.decode", arguments.read("Bitransformer.decode")
+    # What Bitransformer.decode and sample_autoregressive refuse.
+    if options["beam_size"] > 1:
+        for argument, neutral in (("temperature", 0), ("sampling_keep_top_k", -1)):
+            if options[argument] != neutral:
+                what = f"A beam search with {argument} = {options[argument]!r}"
+                _refuse(arguments, what, argument, decode)
+    if options["sampling_keep_top_k"] != -1 and options["sampling_keep_top_k"] <= 0:
+        what = "sampling_keep_top_k below 1 (but not -1)"
+        _refuse(arguments, what, "sampling_keep_top_k", decode)
+    search = "beam_search.beam_search"
+    prefilter = arguments.read(search)["num_prefilter"]
+    # The device mesh decides how many candidates each shard of the vocabulary contributes.
+    shards = count_shards(arguments, "vocab")
+    # A beam search needs two candidates per beam, in case one of them ends.
+    if prefilter and prefilter * shards < 2:
+        _refuse(arguments, f"num_prefilter = {prefilter}", "num_prefilter", search)
+    return arguments.settings(
+        DecodingConfig, "decoding.", prefilter=prefilter or 0, vocab_parts=shards
+    )
+
+
+def read_text(arguments: Arguments) -> dict[str, InferConfig | ScoreStringsConfig]:
+    """The field `text` of the modes that read lines of text; nothing for other modes."""
+    readers = {"infer": _read_infer, "score_from_strings": _read_strings}
+    mode = arguments.run["mode"]
+    return {"text": readers[mode](arguments)} if mode in readers else {}
+
+
+def _read_infer(arguments: Arguments) -> InferConfig:
+    reference = arguments.reference("utils.infer_model", "decode_fn")
+    if reference is not None and reference.name != "decode_from_file":
+        _refuse(arguments, f"infer with {reference.name}", "decode_fn", "utils.infer_model")
+    function = "utils.decode_from_file"
+    for argument in ("input_filename", "output_filename"):
+        arguments.require(function, argument)
+    repeats = arguments.read(function)["repeats"]
+    if repeats < 1:
+        _refuse(arguments, f"repeats = {repeats}", "repeats", function)
+    return arguments.settings(InferConfig, "text.")
+
+
+def _read_strings(arguments: Arguments) -> ScoreStringsConfig:
+    function = "utils.score_from_strings"
+    _check_postprocess(arguments, function)
+    # With inputs = None, Mesh TensorFlow scores the targets alone; only targets must be given.
+    lines = {
+        "inputs": arguments.require(function, "inputs", none_is_missing=False),
+        "targets": arguments.require(function, "targets"),
+    }
+    # Turn gin's lists into tuples: a run is frozen.
+    lines = {name: tuple(x) if isinstance(x, list) else x for name, x in lines.items()}
+    return arguments.settings(ScoreStringsConfig, "text.", **lines)
+
+
+def _check_postprocess(arguments: Arguments, function: str) -> None:
+    """Raises NotOnJax if a function that scores does anything but save the scores."""
+    value = arguments.require(function, "score_postprocess_fn")
+    reference = arguments.reference(function, "score_postprocess_fn")
+    if reference is None or reference.name != "save_scores":
+        shown = f"@{reference.name}" if reference else repr(value)
+        _refuse(arguments, f"{shown} on scores", "score_postprocess_fn", function)
+
+
+def _refuse(arguments: Arguments, what: str, argument: str, name: str) -> None:
+    raise NotOnJax(
+        f"{what} is not supported ({name.rpartition('.')[2]}.{argument}).",
+        where=arguments.bindings.source((), full_name(name), argument),
+        fix="Change the binding.",
     )

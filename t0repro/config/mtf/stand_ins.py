@@ -17,13 +17,12 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gin
 from t0repro.config.configuration import NotOnJax
 from t0repro.config.gin import door
 from t0repro.config.gin.folders import has_module
-from t0repro.config.mtf.mesh import tpu_mesh_shape
 from t0repro.tasks.registry import find_tasks
 from t0repro.tasks.vocabulary import default_vocabulary
 
@@ -42,13 +41,6 @@ class DType:
 def read_signatures() -> Mapping[str, Any]:
     """The content of signatures.json."""
     return json.loads((Path(__file__).parent / "signatures.json").read_text())
-
-
-@functools.cache
-def full_name(name: str) -> str:
-    """The recorded selector that gin finds for a name such as `utils.run`."""
-    selectors = [x for x in read_signatures()["configurables"] if f".{x}".endswith(f".{name}")]
-    return name if name in selectors or len(selectors) != 1 else selectors[0]
 
 
 @contextlib.contextmanager
@@ -188,6 +180,44 @@ def _get_vocabulary(mixture_or_task_name: Any = None) -> Any:
     # A task of one feature has one vocabulary.
     both = both if len(both) == 2 else [*features.values()][:1] * 2
     return tuple(feature.vocabulary for feature in both)
+
+
+class Dimension(NamedTuple):
+    """A dimension of a mesh."""
+
+    name: str
+    size: int
+
+
+class TpuMesh(NamedTuple):
+    """The mesh that `tpu_mesh_shape` derives from a TPU's topology."""
+
+    dims: tuple[Dimension, ...]
+
+
+def tpu_mesh_shape(
+    tpu_topology: str, model_parallelism: int, ensemble_parallelism: int | None
+) -> TpuMesh:
+    """Mesh TensorFlow's function of this name.
+
+    Raises:
+      ValueError: For a topology that is not written `v3-256`, or no number of shards.
+    """
+    # How other spellings of a topology are read depends on a flag of TensorFlow's.
+    version, _, cores = str(tpu_topology).partition("-")
+    if not (version.startswith("v") and cores.isdigit()) or type(model_parallelism) is not int:
+        raise ValueError(
+            f"tpu_mesh_shape reads a topology such as 'v3-256' and a number of shards, not"
+            f" {tpu_topology!r} and {model_parallelism!r}"
+        )
+    ensemble = ensemble_parallelism or 1
+    sizes = {
+        "ensemble": ensemble,
+        "batch": int(cores) // model_parallelism // ensemble,
+        "model": model_parallelism,
+    }
+    # Mesh TensorFlow leaves dimensions of size 1 out of the mesh.
+    return TpuMesh(tuple(Dimension(name, size) for name, size in sizes.items() if size > 1))
 
 
 _CALLED: Mapping[str, Callable[..., Any]] = {

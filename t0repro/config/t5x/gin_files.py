@@ -98,13 +98,13 @@ def parse(inputs: T5xInputs) -> Parsed:
         except WrongArgument as error:
             raise _locate_error(error, bindings) from error
         called.locate(bindings)
-        values = tuple(_values(reached, bindings))
         # T5X's old way to name the tasks' modules; treat it as any other import.
         for data in called.walk():
-            module = data.arguments.get("module") if data.configurable == _DATA else None
+            module = data["module"] if data.configurable == _DATA else None
             if module and module not in imports.users:
                 check_allowed(module, inputs.import_allowlist, data.places["module"])
                 imports.users.append(module)
+        values = tuple(_values(reached, bindings))
         text = without_passwords(gin.operative_config_str())
         return Parsed(called, values, tuple(imports.users), tuple(warnings), text)
 
@@ -130,7 +130,9 @@ def _files_in_gin(inputs: T5xInputs) -> Iterator[tuple[Bindings, modules.Imports
     door.extend_readers()
     with (
         configuration_errors(t5x=True),
-        door.isolate_config(_is_served),
+        # Some of T5X's names are also in Mesh TensorFlow's files, such as SentencePieceVocabulary, and
+        # must not be found there. What a user's module registers stays: it registers it only once.
+        door.isolate_config(modules.__name__, "optax."),
         modules.serve_modules() as imports,
         record_bindings("--gin_bindings") as bindings,
         door.search_only(*inputs.gin_search_paths, str(shipped_files())),
@@ -142,15 +144,6 @@ def _files_in_gin(inputs: T5xInputs) -> Iterator[tuple[Bindings, modules.Imports
         )
         door.check_bound_addresses(bindings)
         yield bindings, imports
-
-
-def _is_served(module: str) -> bool:
-    """Whether a module's configurables are T5X's, served by this package.
-
-    Some have names that Mesh TensorFlow's files also use, such as SentencePieceVocabulary, and must
-    not be found there. What a user's module registers stays: the module registers it only once.
-    """
-    return module == modules.__name__ or module.startswith("optax.")
 
 
 def _locate_error(error: WrongArgument, bindings: Bindings) -> UserError:

@@ -345,10 +345,10 @@ def _check_infer(program: Call) -> None:
             fix = "Bind 'specific' or 'latest' and one path."
             restore.refuse(name, "an inference takes one checkpoint.", fix)
     written = program["write_fn"]
-    if written is not None and written["include_all_inputs"]:
-        if written["input_fields_to_include"] is not None:
-            why = "include_all_inputs writes all of them."
-            written.refuse("input_fields_to_include", why, "Bind one of the two.")
+    # An empty list leaves T5X's default too.
+    if written and written["include_all_inputs"] and written["input_fields_to_include"] is not None:
+        why = "include_all_inputs writes all of them."
+        written.refuse("input_fields_to_include", why, "Bind one of the two.")
 
 
 def _read_parts(program: Call, places: dict[str, str], data: Call | None = None) -> dict[str, Any]:

@@ -121,6 +121,11 @@ def test_what_ended_in_an_exception_or_without_a_place_names_both(mode, binding,
     assert binding in caught.value.where
 
 
+def test_an_empty_list_in_place_of_a_function_leaves_t5xs_default():
+    bound = read_run(gin_files.parse(inputs("infer", "infer_script.infer.write_fn = []")))
+    assert bound == read_run(gin_files.parse(inputs("infer")))
+
+
 OWN = """\
 from __gin__ import dynamic_registration
 import colorsys
