@@ -130,8 +130,8 @@ def _files_in_gin(inputs: T5xInputs) -> Iterator[tuple[Bindings, modules.Imports
     door.extend_readers()
     with (
         configuration_errors(t5x=True),
-        # Some of T5X's names are also in Mesh TensorFlow's files, such as SentencePieceVocabulary, and
-        # must not be found there. What a user's module registers stays: it registers it only once.
+        # Mesh TensorFlow's files have some of T5X's names too, such as SentencePieceVocabulary, and
+        # must not find these. What a user's module registers stays: it registers it only once.
         door.isolate_config(modules.__name__, "optax."),
         modules.serve_modules() as imports,
         record_bindings("--gin_bindings") as bindings,
