@@ -56,7 +56,7 @@ _registered_files: set[str] = set()
 
 
 def load_tasks(
-    modules: Sequence[str], templates: Sequence[str | Path] = (), *, into_seqio: bool
+    modules: Sequence[str], templates: Sequence[str | Path] | None = (), *, into_seqio: bool
 ) -> Mapping[str, PromptedTask]:
     """Imports modules that register tasks, and registers the tasks of template files.
 
@@ -64,7 +64,7 @@ def load_tasks(
 
     Args:
       modules: Module names.
-      templates: Files in promptsource's YAML format.
+      templates: Files in promptsource's YAML format; None registers no file but what modules do.
       into_seqio: Whether to add the tasks to SeqIO. If not, they are only described, which takes
         under a second unless a module needs SeqIO.
 
@@ -75,8 +75,9 @@ def load_tasks(
       UserError: If a module cannot be found, or a file is broken.
     """
     modules = resolved_modules(modules)
-    named = [path for path in template_files() if path not in _registered_files]
-    templates = [*named, *templates]
+    known = () if templates is None else template_files()
+    named = [path for path in known if path not in _registered_files]
+    templates = [*named, *(templates or ())]
     for path in templates:
         read_template_file(path)  # report a broken file before seconds of imports
     # A user's module may register plain SeqIO tasks in addition to prompted ones.

@@ -32,6 +32,7 @@ from t0repro.tasks.rendering import fixed_choices
 from t0repro.tasks.source import PromptedRows, Split
 from t0repro.tasks.task import PromptedTask, TaskDescription
 from t0repro.tasks.templates import load_template, task_name
+from t0repro.tasks.user_files import TEMPLATES_VARIABLE, template_files
 from t0repro.tasks.vocabulary import VocabularyFile, default_vocabulary
 from t0repro.words import some
 
@@ -158,11 +159,17 @@ def check_registered(tasks: Iterable[str], known: Set[str], where: str | None = 
     """Raises UserError for a task or mixture that is not known, with the nearest names."""
     for task in tasks:
         if task not in known:
+            # Without a place in a file, a module asks.
+            more = "For your own tasks add --module_import."
+            if where is None and template_files():
+                more = (
+                    f"A module gets the prompts of {TEMPLATES_VARIABLE} by `import"
+                    " t0repro.tasks.user_templates`."
+                )
             raise UserError(
                 f"There is no task or mixture {task!r}.",
                 where=where,
-                fix=f"Nearest: {nearest_names(task, sorted(known))}. For your own tasks add"
-                " --module_import.",
+                fix=f"Nearest: {nearest_names(task, sorted(known))}. {more}",
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,16 +21,20 @@ from t0repro.tasks.source import Split
 from t0repro.tasks.task import PromptedTask
 from t0repro.tasks.template_files import TemplateFile, read_template_file
 from t0repro.tasks.templates import task_name
-from t0repro.tasks.user_files import TEMPLATES_VARIABLE, data_folders
+from t0repro.tasks.user_files import DATA_VARIABLE, TEMPLATES_VARIABLE, data_folders
 from t0repro.words import some
 
 
-def register_templates(path: str | Path) -> list[PromptedTask]:
+def register_templates(path: str | Path, *, rows_needed: bool = True) -> list[PromptedTask]:
     """Registers a task and its `_score_eval` twin for each template of a file, and its mixtures.
 
     Tasks are named by T0's rule. Their splits are the files in the dataset's folder under
     T0REPRO_DATA_DIR; ANLI's rounds give three tasks, as in T0. Registering the same file again does
     nothing.
+
+    Args:
+      path: The file.
+      rows_needed: Whether missing rows are an error; otherwise the tasks then have no splits.
 
     Returns:
       The tasks, without the twins.
@@ -38,7 +43,7 @@ def register_templates(path: str | Path) -> list[PromptedTask]:
       UserError: If the file is broken, a name is taken, or the folder of the rows is missing.
     """
     content = read_template_file(path)
-    splits_of_suffix = _splits(content)
+    splits_of_suffix = _splits(content, rows_needed)
     registered = []
     # One suffix, the empty one, except for ANLI, whose rounds are tasks of their own.
     for suffix, splits in splits_of_suffix.items():
@@ -96,9 +101,9 @@ def _check_name_is_free(name: str, template: Any, content: TemplateFile) -> None
         )
 
 
-def _splits(content: TemplateFile) -> dict[str, dict[str, Split]]:
+def _splits(content: TemplateFile, rows_needed: bool) -> dict[str, dict[str, Split]]:
     """Task name suffix -> split -> where its rows come from, for the splits on disk."""
-    roots = data_folders()
+    roots = data_folders() if rows_needed or os.environ.get(DATA_VARIABLE) else []
     folders = [dataset_folder(root, content.dataset, content.subset) for root in roots]
     held = sorted({split for folder in folders for split in splits_on_disk(folder)})
     rounds = rounds_of(content.dataset) or {"": {split: split for split in held}}
@@ -107,8 +112,8 @@ def _splits(content: TemplateFile) -> dict[str, dict[str, Split]]:
         for suffix, splits in rounds.items()
     }
     found = {suffix: splits for suffix, splits in found.items() if splits}
-    if found:
-        return found
+    if found or not rows_needed:
+        return found or {"": {}}
     known = {str(path.parent.relative_to(root)) for root in roots for path in root.glob("*/*/*.*")}
     named = str(folders[0].relative_to(roots[0]))
     beside = [path for each in (*folders, folders[0].parent) for path in each.glob("*.*")]

@@ -14,9 +14,8 @@ from t0repro.tasks.user_files import TEMPLATES_VARIABLE, template_files
 
 if not template_files():
     raise UserError(
-        f"{TEMPLATES_VARIABLE} names no files, so there are no prompts to register.",
-        fix="Set it to a file in promptsource's YAML format. `t0repro browse` shows its files"
-        " without a module: leave this one out.",
+        f"{TEMPLATES_VARIABLE} names no file, or none that exists: there are no prompts to register.",
+        fix="Set it to a file in promptsource's YAML format.",
     )
 for _file in template_files():
     register_templates(_file)

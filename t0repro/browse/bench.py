@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 from t0repro.errors import UserError, nearest_names
 from t0repro.tasks.catalog import label
 from t0repro.tasks.readers import LocalReader
-from t0repro.tasks.registration import describe
-from t0repro.tasks.registry import prompted_tasks, select_tasks, task_descriptions
+from t0repro.tasks.registration import describe, describing
+from t0repro.tasks.registry import select_tasks, task_descriptions
 from t0repro.tasks.rows import (
     SUFFIXES,
     dataset_folder,
@@ -24,6 +24,7 @@ from t0repro.tasks.rows import (
 from t0repro.tasks.source import PromptedRows, Split
 from t0repro.tasks.task import TaskDescription
 from t0repro.tasks.template_files import read_template_file
+from t0repro.tasks.template_registration import register_templates
 from t0repro.tasks.template_saving import digest, save_template
 from t0repro.tasks.templates import is_own, task_name
 from t0repro.tasks.user_files import DATA_VARIABLE, data_folders
@@ -78,12 +79,14 @@ class Bench:
       files: Users' files of prompts, which may not exist yet.
       row_files: Dataset -> split -> its file of rows, for files that were named.
       saved_in: Task's name -> the user's file that it is from.
+      left_out: Identifiers of templates in these files that are not shown.
     """
 
     tasks: Mapping[str, TaskDescription]
     files: Sequence[Path] = ()
     row_files: Mapping[Dataset, Mapping[str, Path]] = dataclasses.field(default_factory=dict)
     saved_in: Mapping[str, Path] = dataclasses.field(default_factory=dict)
+    left_out: Set[str] = frozenset()
 
     @property
     def datasets(self) -> list[Dataset]:
@@ -153,6 +156,8 @@ class Bench:
         saved_in = {name: file for name, file in self.saved_in.items() if file != path}
         tasks = {name: task for name, task in self.tasks.items() if self.saved_in.get(name) != path}
         for template in content.templates:
+            if template.id in self.left_out:
+                continue
             task = self.describe(dataset, template)
             self._check_name(task, tasks, path)
             tasks[task.prompt.name], saved_in[task.prompt.name] = task, path
@@ -228,7 +233,7 @@ def make_bench(
     Args:
       files: Files in promptsource's form, which may not exist yet.
       row_files: Files of rows; those of one dataset are its splits.
-      mixture: Only the registered tasks of this mixture.
+      mixture: Only the tasks of this mixture.
       dataset: Only those of this dataset.
 
     Raises:
@@ -245,17 +250,28 @@ def make_bench(
                 fix="Rename one: a file's name is that of its dataset.",
             )
         splits[split] = path
+    saved = [path for path in files if path.exists()]
+    in_files = {template.id for path in saved for template in read_template_file(path).templates}
+    if mixture or dataset:
+        with describing():
+            for path in saved:
+                register_templates(path, rows_needed=False)
     registered = task_descriptions()
-    names = select_tasks(mixture, dataset) if prompted_tasks() else []
-    tasks = {each.removesuffix("_score_eval") for each in names}
+    names = {name.removesuffix("_score_eval") for name in select_tasks(mixture, dataset)}
+    tasks = {name: registered[name] for name in sorted(names)}
+    shown = {task.prompt.template_id for task in tasks.values()}
+
+    def is_read_below(task: TaskDescription) -> bool:  # as it is saved, with the rows named here
+        return is_own(task.rows.template) and task.prompt.template_id in in_files
+
     bench = Bench(
-        {name: registered[name] for name in sorted(tasks)},
+        {name: task for name, task in tasks.items() if not is_read_below(task)},
         list(files),
         named,
+        left_out=in_files - shown if mixture or dataset else frozenset(),
     )
-    for path in bench.files:
-        if path.exists():
-            bench.read_file(path)
+    for path in saved:
+        bench.read_file(path)
     return bench
 
 

@@ -74,9 +74,9 @@ def browse(
     from t0repro.browse.server import serve
     from t0repro.browse.static_file import render_static
 
-    # The bench itself reads these files, to which it saves; registration leaves them out.
     named = [*map(Path, template_files()), *(templates or ())]
-    os.environ.pop(TEMPLATES_VARIABLE, None)
+    # A module may register these files; those that the bench is to write first are not there yet.
+    os.environ[TEMPLATES_VARIABLE] = os.pathsep.join(filter(os.path.exists, template_files()))
     for path in named:
         if address := address_of(path):
             raise UserError(
@@ -85,7 +85,7 @@ def browse(
                 fix="Copy the file here and name the copy.",
             )
     own = [*named, *(rows or ())]
-    load_tasks(modules_or_t0(module_import, own), into_seqio=False)
+    load_tasks(modules_or_t0(module_import, own), None, into_seqio=False)
     bench = make_bench(list(dict.fromkeys(named)), rows or (), mixture, dataset)
     models = None
     if adapter and not checkpoint:

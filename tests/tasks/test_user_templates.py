@@ -429,7 +429,7 @@ def test_the_module_without_its_variable_says_which(data):
         text=True,
         env={key: value for key, value in os.environ.items() if key != "T0REPRO_TEMPLATES"},
     )
-    assert ended.returncode != 0 and "T0REPRO_TEMPLATES names no files" in ended.stderr
+    assert ended.returncode != 0 and "T0REPRO_TEMPLATES names no file" in ended.stderr
 
 
 def command(name: str, *arguments: str, cwd: Path, templates: Path) -> str:
@@ -593,3 +593,40 @@ def test_every_command_that_takes_tasks_reads_the_files_of_the_variable(data, tm
     static = tmp_path / "bench.html"
     browsed = commands.run("t0repro", "browse", f"--out={static}", env=env)
     assert browsed.returncode == 0 and "my_reviews_was_it_good_" in static.read_text()
+
+
+MODULE = """import t0repro.tasks.user_templates
+from t0repro.tasks.registration import add_mixture
+add_mixture("of_module", {"my_reviews_was_it_good_": 3})
+"""
+
+
+def test_a_modules_mixture_of_the_variables_prompts_is_listed_checked_and_browsed(data, tmp_path):
+    path = write(
+        tmp_path, HEAD + GOOD + OPEN_ENDED + "mixtures: {of_file: {my_reviews_write_one: 2}}\n"
+    )
+    (tmp_path / "with_prompts.py").write_text(MODULE)
+    (tmp_path / "without.py").write_text(MODULE.partition("\n")[2])
+    env = {**os.environ, "T0REPRO_TEMPLATES": f"{path}:{tmp_path / 'new.yaml'}"}
+
+    def browse(*arguments):
+        (tmp_path / "bench.html").unlink(missing_ok=True)
+        done = commands.run(
+            "t0repro", "browse", "--out=bench.html", *arguments, env=env, cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stderr
+        page = (tmp_path / "bench.html").read_text()
+        return "my_reviews_was_it_good_" in page, "my_reviews_write_one" in page
+
+    module = ("--module_import=with_prompts", "--mixture=of_module")
+    assert browse(*module) == (True, False)
+    assert browse("--mixture=of_file") == (False, True)
+    assert browse("--dataset=my_reviews") == (True, True)
+    env["T0REPRO_TEMPLATES"] = str(path)
+    for name in ("ls", "check"):
+        done = commands.run("t0repro", "tasks", name, *module, env=env, cwd=tmp_path)
+        assert done.returncode == 0 and "1 task" in done.stdout, done.stderr
+    refused = commands.run(
+        "t0repro", "tasks", "ls", "--module_import=without", env=env, cwd=tmp_path
+    )
+    assert "by `import t0repro.tasks.user_templates`" in " ".join(refused.stderr.split())
