@@ -14,7 +14,7 @@ from t0repro.tasks.user_files import TEMPLATES_VARIABLE, template_files
 
 if not template_files():
     raise UserError(
-        f"{TEMPLATES_VARIABLE} names no file, or none that exists: there are no prompts to register.",
+        f"{TEMPLATES_VARIABLE} names no file that exists: there are no prompts to register.",
         fix="Set it to a file in promptsource's YAML format.",
     )
 for _file in template_files():
