@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -48,18 +49,19 @@ class Command(TyperCommand):
         return HELP
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Reads the command line; names the options that an unexpected word may be meant for."""
+        """Reads the command line; names the options that may be meant by what it cannot take."""
         try:
             return super().parse_args(ctx, args)
         except Exception as raised:  # typer's own copy of Click has no public name
             error: Any = raised
-            takers = [
-                each.opts[0]
-                for each in self.params
-                if not getattr(each, "is_flag", True) and not getattr(each, "hidden", False)
-            ]
+            visible: list[Any] = [p for p in self.params if not getattr(p, "hidden", False)]
+            options = [each for each in visible if each.param_type_name == "option"]
+            takers = [each.opts[0] for each in options if not each.is_flag]
             if str(getattr(error, "message", "")).startswith("Got unexpected extra") and takers:
                 error.message += f". An option stands before its value: {some(takers, 8)}."
+            elif hasattr(error, "option_name") and hasattr(error, "possibilities"):
+                error.message += f". {_suggest(error.option_name, options)}"
+                error.possibilities = None
             raise
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -142,6 +144,19 @@ class Loaded(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._commands)
+
+
+def _suggest(name: str, options: list[Any]) -> str:
+    """The options that a misspelt one may be meant for, or a command's first ones."""
+    known = [[n for n in (*each.opts, *each.secondary_opts) if n[:2] == "--"] for each in options]
+    words = {n.removeprefix("--"): n for names in known for n in names}
+    word = canonical(name.lstrip("-"))
+    near = difflib.get_close_matches(word, words, n=3, cutoff=0.65)
+    near += [each for each in words if word in each.split("_") and each not in near]
+    if near:
+        return f"Nearest: {', '.join(words[each] for each in near)}."
+    gin = " A setting of the run is gin's: --gin_param 'NAME = VALUE'." * ("gin_param" in words)
+    return f"There are {some([names[0] for names in known], 10) or 'none'}.{gin}"
 
 
 def _prepare(command: Any) -> None:

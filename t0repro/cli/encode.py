@@ -81,6 +81,9 @@ def encode(
         --pool mean --out prompts.safetensors
     """
     del computed_by  # it set a variable
+    from t0repro.runs.encoded_output import check_files  # it imports NumPy
+
+    check_files(texts, out, activation)
     echo("importing JAX ...", err=True)
     from t0repro.runs.encode_file import encode_file  # it imports JAX
 

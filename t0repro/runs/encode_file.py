@@ -24,7 +24,7 @@ from t0repro.evaluation.encoding import Pool, encode_ids
 from t0repro.evaluation.opened import encoder_shape, open_encoder
 from t0repro.progress import count_progress, working
 from t0repro.runs.encode import Limits, Tokenizer, TooLong
-from t0repro.runs.encoded_output import DTYPES, OutputLayout, PartialOutput, check_output
+from t0repro.runs.encoded_output import DTYPES, OutputLayout, PartialOutput, check_files
 from t0repro.storage import explain_errors, lock_folder
 from t0repro.words import json_fault
 
@@ -78,10 +78,10 @@ def encode_file(
       too_long: See `encode`.
 
     Raises:
-      UserError: If `out` exists or has another ending, a line cannot be encoded, or the checkpoint
-        cannot be read.
+      UserError: If there are no texts, `out` exists or has another ending, a line cannot be
+        encoded, or the checkpoint cannot be read.
     """
-    check_output(out, dtype)
+    check_files(source, out, dtype)
     shape = encoder_shape(checkpoint, step)
     tokenizer = Tokenizer(checkpoint, vocabulary, shape.vocab_size, Limits(length, too_long))
     with working(f"reading {source}"):
@@ -142,8 +142,6 @@ def _rows(source: Path, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
                 text = line.removesuffix("\n").removesuffix("\r")
                 row = _json_row(text, where) if source.suffix == ".jsonl" else text
                 yield tokenizer.ids(row, where)
-    except FileNotFoundError as error:
-        raise UserError("There is no such file.", where=str(source)) from error
     except UnicodeDecodeError as error:
         raise UserError(
             f"The file is not UTF-8: {error.reason}.", where=str(source), fix="Save it as UTF-8."

@@ -28,8 +28,13 @@ SUFFIXES = (".safetensors", ".npz")
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
-def check_output(out: Path, dtype: DType) -> None:
-    """Refuses a file name or a type that the output cannot have."""
+def check_files(source: Path, out: Path, dtype: DType) -> None:
+    """Refuses texts that are no file, and a file name or a type that the output cannot have."""
+    if not source.is_file():
+        what = "is a folder" if source.is_dir() else "does not exist"
+        raise UserError(
+            f"The file of texts {what}.", where=f"--texts {source}", fix="Name a file of texts."
+        )
     if out.suffix not in SUFFIXES:
         raise UserError(
             f"The output's name ends in {out.suffix!r}.",

@@ -122,6 +122,20 @@ def _callbacks(command, path: tuple[str, ...] = ()):
         yield pytest.param(command, id=" ".join(path))
 
 
+@pytest.mark.parametrize("command", list(_callbacks(app.command())))
+def test_an_unknown_option_is_answered_with_the_nearest_or_with_those_that_there_are(command):
+    names = [next(name for name in each.opts if name.startswith("--")) for each in command.params
+             if each.param_type_name == "option" and not each.hidden]  # fmt: skip
+    # `run` passes what it does not know on to another command, and groups have few options.
+    if command.name != "run" and not hasattr(command, "commands"):
+        for option in [name for name in names if len(name) > 5]:
+            with pytest.raises(Exception, match=f"Nearest: .*{option}") as error:
+                command.make_context(command.name, [f"{option[:-2]}{option[-1]}=1"])
+            assert "Possible options" not in error.value.format_message()
+        with pytest.raises(Exception, match="No such option: --zzzz. There are (--|none)"):
+            command.make_context(command.name, ["--zzzz", "1"])
+
+
 def _examples(command) -> list[list[str]]:
     """The words of each command line in a command's help; lines that go on are indented."""
     text = (command.help or command.epilog or "").replace("\\\n", " ").replace("\b", "")

@@ -9,6 +9,8 @@ import pytest
 from safetensors.numpy import load_file
 
 import t0repro
+from t0repro.cli.app import command
+from t0repro.cli.gate import ErrorHandling
 from t0repro.errors import UserError
 from t0repro.runs import encode_file as module
 from t0repro.runs.encode import Limits, Tokenizer
@@ -120,6 +122,25 @@ def test_a_bad_line_is_named_before_the_model_is_read(lines, said, model, tmp_pa
     with pytest.raises(UserError) as error:
         encode_file(model, texts, tmp_path / "out.npz")
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("texts", "out", "said"),
+    [
+        ("mine.txt", "out", "ends in ''"),
+        ("none.txt", "out.npz", "The file of texts does not exist"),
+        (".", "out.npz", "The file of texts is a folder"),
+    ],
+)
+def test_the_command_refuses_files_before_it_imports_jax(
+    texts, out, said, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.txt").write_text("a")
+    words = ["encode", "--checkpoint=x", f"--texts={texts}", f"--out={out}"]
+    with pytest.raises(UserError, match=said):
+        command()(args=words, obj=ErrorHandling(), standalone_mode=False)
+    assert "importing JAX" not in capsys.readouterr().err
 
 
 def test_an_output_that_exists_or_has_no_format_is_refused(model, texts, tmp_path):
