@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow
 
@@ -131,8 +131,8 @@ def record_training(estimator_class: Any, metrics: MetricsFile) -> None:
             structure.update({name: index for index, name in enumerate(names)})
             return dataset
 
-        with noted_denominators() as denominators:
-            recorder = LossRecorder(metrics, structure, kwargs.get("max_steps"), denominators)
+        with noted_losses() as losses:
+            recorder = LossRecorder(metrics, structure, kwargs.get("max_steps"), losses)
             result = original(self, noting_structure, hooks=[*(hooks or ()), recorder], **kwargs)
         # The Estimator treats the end of the data as the end of training, and counts a step for it.
         if recorder.steps == 0:
@@ -148,18 +148,28 @@ def record_training(estimator_class: Any, metrics: MetricsFile) -> None:
     estimator_class.train = train
 
 
+class _Loss(NamedTuple):
+    """What a graph's loss is made of: its divisor, the length of its rows, and whose tokens."""
+
+    denominator: float
+    length: int
+    on_targets_only: bool
+
+
 @contextlib.contextmanager
-def noted_denominators() -> Iterator[list[float]]:
-    """Records the divisor of the summed loss of each graph built within the context."""
+def noted_losses() -> Iterator[list[_Loss]]:
+    """Records the summed loss of each graph built within the context."""
     from mesh_tensorflow.transformer.transformer import Unitransformer
 
-    found: list[float] = []
+    found: list[_Loss] = []
     original = Unitransformer.loss_denominator
 
     @functools.wraps(original)
     def noting(self: Any, targets: Any, num_microbatches: int) -> float:
-        found.append(original(self, targets, num_microbatches))
-        return found[-1]
+        denominator = original(self, targets, num_microbatches)
+        length = targets.shape.dims[-1].size
+        found.append(_Loss(denominator, length, self.loss_on_targets_only))
+        return denominator
 
     Unitransformer.loss_denominator = noting
     try:
@@ -176,8 +186,7 @@ class LossRecorder(tf.train.SessionRunHook):
       structure: Feature name -> its index among the tensors of the input iterator; filled in when
         the input function has run, which is before `begin`.
       last_step: The global step at which training ends, or None.
-      denominators: The divisors of the model function's summed loss, the latest last; filled in
-        with the graph.
+      losses: The model function's summed losses, the latest last; filled in with the graph.
 
     Attributes:
       steps: Number of steps done; None before the session begins, as where no step is left to do.
@@ -188,9 +197,9 @@ class LossRecorder(tf.train.SessionRunHook):
         metrics: MetricsFile,
         structure: Mapping[str, int],
         last_step: int | None,
-        denominators: Sequence[float] = (),
+        losses: Sequence[_Loss],
     ):
-        self._metrics, self._structure, self._denominators = metrics, structure, denominators
+        self._metrics, self._structure, self._losses = metrics, structure, losses
         self.steps: int | None = None
         self._progress = ProgressLine(last_step)
         self._fetches: dict[str, Any] = {}
@@ -200,7 +209,7 @@ class LossRecorder(tf.train.SessionRunHook):
         """Finds the tensors to fetch in the graph that the model function built."""
         # The Estimator puts the model function's loss at the end of this collection.
         loss = tf.get_collection(tf.GraphKeys.LOSSES)[-1]
-        self._fetches = {"loss": loss, **_batch_counts(self._structure)}
+        self._fetches = {"loss": loss, **_batch_counts(self._structure, self._loss)}
 
     def after_create_session(self, session: Any, coord: Any) -> None:
         """Reads the step that training starts from."""
@@ -209,6 +218,10 @@ class LossRecorder(tf.train.SessionRunHook):
         self._step = int(session.run(tf.train.get_global_step()))
         # Not in `begin`: only the session knows which checkpoint was restored.
         self._metrics.drop_training_after(self._step)
+
+    @property
+    def _loss(self) -> _Loss | None:
+        return self._losses[-1] if self._losses else None
 
     def before_run(self, run_context: Any) -> Any:
         """Fetches the loss and the counts along with each step."""
@@ -224,9 +237,9 @@ class LossRecorder(tf.train.SessionRunHook):
         self.steps = (self.steps or 0) + 1
         loss, tokens = float(values["loss"]), int(values.get("tokens", 0))
         line, per_token = {"split": "train", "step": self._step, "loss": loss}, None
-        if self._denominators and tokens:
+        if self._loss is not None and tokens:
             # The divisor counts padding too.
-            line[LOSS_PER_TOKEN] = per_token = loss * self._denominators[-1] / tokens
+            line[LOSS_PER_TOKEN] = per_token = loss * self._loss.denominator / tokens
         self._metrics.append(line)
         self._progress.show(self._step, loss, int(values.get("examples", 0)), tokens, per_token)
 
@@ -236,8 +249,8 @@ class LossRecorder(tf.train.SessionRunHook):
         self._progress.close()
 
 
-def _batch_counts(structure: Mapping[str, int]) -> dict[str, Any]:
-    """Tensors that count the examples and the target tokens (without padding) in the current batch.
+def _batch_counts(structure: Mapping[str, int], loss: _Loss | None) -> dict[str, Any]:
+    """Tensors that count the examples and the target tokens with loss in the current batch.
 
     Packed sequences hold several examples, numbered from 1 by targets_segmentation.
     """
@@ -248,16 +261,42 @@ def _batch_counts(structure: Mapping[str, int]) -> dict[str, Any]:
         return {}
     if "targets" not in structure:
         return {}
-    targets = features[structure["targets"]]
-    tokens = tf.math.count_nonzero(targets)
+    features = {name: features[index] for name, index in structure.items()}
+    targets = features["targets"]
+    tokens = tf.math.count_nonzero(_mark_scored(features, loss))
     if "targets_segmentation" in structure:
-        segments = features[structure["targets_segmentation"]]
+        segments = features["targets_segmentation"]
         # Segments are numbered from 1, so the largest number is the count.
         examples = tf.reduce_sum(tf.reduce_max(segments, axis=-1))
     else:
         # Rows of padding have no target.
         examples = tf.math.count_nonzero(tf.reduce_max(targets, axis=-1))
     return {"tokens": tokens, "examples": examples}
+
+
+def _mark_scored(features: Mapping[str, Any], loss: _Loss | None) -> Any:
+    """Which tokens have loss, as in Unitransformer._compute_loss; of a subclass's loss, any."""
+    text = features["targets"]
+    if loss is not None and loss.length > text.shape[-1]:
+        # A delimited_lm's, joined as in mesh_tensorflow.transformer.utils._dynamic_text2self.
+        joined = {
+            name: tf.concat([features["inputs" + name], features["targets" + name]], axis=1)
+            for name in ("", "_segmentation")
+            if "inputs" + name in features
+        }
+        text = joined[""]
+        segments = joined.get("_segmentation", tf.cast(tf.not_equal(text, 0), text.dtype))
+        order = tf.where(
+            tf.equal(segments, 0), tf.fill(tf.shape(segments), segments.dtype.max), segments
+        )
+        text = tf.gather(text, tf.argsort(order, axis=1, stable=True), batch_dims=1)
+    scored = text > 0
+    if loss is not None and loss.on_targets_only:
+        # Of an example's two parts the second, after an odd number of EOS; see
+        # transformer.delimited_lm_inputs_mask.
+        ends = tf.cast(tf.equal(text, 1), tf.int32)
+        scored &= tf.equal(tf.cumsum(ends, axis=-1, exclusive=True) % 2, 1)
+    return scored
 
 
 class ProgressLine:

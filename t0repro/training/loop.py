@@ -281,7 +281,7 @@ class TrainingLoop:
         """Starts one update and records the one before."""
         # Count before the update starts: afterward the counts would queue behind it on the
         # devices.
-        counts = count_if_sharded(batch)
+        counts = count_if_sharded(batch, self.trainer.model)
         with jax.profiler.StepTraceAnnotation("train", step_num=self.step):
             fetched = self.trainer.update(batch, input_wait, starts_clock=self._starts_clock)
         self._starts_clock = False
@@ -306,7 +306,8 @@ class TrainingLoop:
     def _record(self, pending: _Pending) -> None:
         """Waits for an update and reports it."""
         fetched = pending.fetched.result()
-        values, counts = fetched.metrics, pending.counts or counts_of(pending.batch)
+        values = fetched.metrics
+        counts = pending.counts or counts_of(pending.batch, self.trainer.model)
         loss, tokens = number(values, "loss"), int(counts["target_tokens"])
         metrics = StepMetrics(
             step=pending.step,
@@ -345,7 +346,7 @@ class TrainingLoop:
     # and from the summary what it did.
 
     def _run_calls(self, batches: Iterator[NumpyBatch], last_step: int) -> None:
-        feed, first = TrainFeed(batches, self._prepare_first), self.step
+        feed, first = TrainFeed(batches, self.trainer.model, self._prepare_first), self.step
         self.trainer.on_update = self._follow
         try:
             while self.step < last_step and not self.trainer.stop_training:
@@ -396,7 +397,7 @@ class TrainingLoop:
 
     def _follow(self, batch: NumpyBatch, fetched: concurrent.futures.Future) -> None:
         before, self._follows, batch = self.step, True, rename_features(batch)
-        counts = count_if_sharded(batch)
+        counts = count_if_sharded(batch, self.trainer.model)
         self._note(batch, counts, fetched)
         if self.step < self._call_ends:
             self._run_after_step(before)

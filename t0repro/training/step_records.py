@@ -33,21 +33,21 @@ def number(values: Mapping[str, Any], name: str) -> float:
     )
 
 
-def counts_of(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of StepMetrics that count what is in a batch."""
+def counts_of(batch: Mapping[str, Any], model: Any) -> dict[str, Any]:
+    """The fields of StepMetrics that count what is in a batch of a model."""
     return {
-        "target_tokens": count_targets(batch),
+        "target_tokens": getattr(model, "count_targets", count_targets)(batch),
         "examples": count_examples(batch),
         "input_tokens": count_inputs(batch),
     }
 
 
-_on_devices = jax.jit(counts_of)
+_on_devices = jax.jit(counts_of, static_argnums=1)
 
 
-def count_if_sharded(batch: NumpyBatch) -> Mapping[str, Any] | None:
+def count_if_sharded(batch: NumpyBatch, model: Any) -> Mapping[str, Any] | None:
     """The same of a batch sharded across processes, all of which must call it; else None."""
-    return _on_devices(batch) if any(map(is_sharded, batch.values())) else None
+    return _on_devices(batch, model) if any(map(is_sharded, batch.values())) else None
 
 
 def other_metrics(fetched: Fetched) -> dict[str, float]:
@@ -79,6 +79,7 @@ class TrainFeed:
 
     Args:
       batches: the run's.
+      model: the trainer's.
       before_first: called with the first batch before anything reads it.
 
     Attributes:
@@ -87,8 +88,13 @@ class TrainFeed:
       latest: the batch read last.
     """
 
-    def __init__(self, batches: Iterator[NumpyBatch], before_first: Callable[[NumpyBatch], None]):
-        self._timed, self._before_first = time_batches(batches), before_first
+    def __init__(
+        self,
+        batches: Iterator[NumpyBatch],
+        model: Any,
+        before_first: Callable[[NumpyBatch], None],
+    ):
+        self._timed, self._model, self._before_first = time_batches(batches), model, before_first
         self.first_wait: float | None = None
         self.counts: list[Mapping[str, Any]] = []
         self.latest: NumpyBatch = {}
@@ -98,7 +104,8 @@ class TrainFeed:
 
     def __next__(self) -> NumpyBatch:
         self.latest, wait = next(self._timed)
-        self.counts.append(count_if_sharded(self.latest) or counts_of(self.latest))
+        counts = count_if_sharded(self.latest, self._model)
+        self.counts.append(counts or counts_of(self.latest, self._model))
         batch = rename_for_trainer(self.latest)
         if self.first_wait is None:
             self.first_wait = wait

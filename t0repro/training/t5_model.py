@@ -25,6 +25,7 @@ from t0repro.training.optimizers import Optimizer
 from t0repro.training.t5x_metrics import loss_and_sums, metrics_of
 from t0repro.training.token_losses import (
     add_loss_weights,
+    count_targets,
     loss_denominator,
     training_loss,
 )
@@ -179,12 +180,16 @@ class T5Model(BaseModel):
         loss, sums = loss_and_sums(self.module, params, batch, **options)
         return loss, metrics_of(sums, packed="targets_segmentation" in batch)
 
+    def count_targets(self, batch: Mapping[str, Any]) -> Any:
+        """Number of targets in a batch that carry loss."""
+        return count_targets(batch, self.module.config)
+
     def loss_per_target_token(self, loss: float, tokens: int, batch: Batch) -> float | None:
         """A batch's loss as a mean over its target tokens, whatever the loss is divided by.
 
         Args:
           loss: the loss of `loss_fn`.
-          tokens: target tokens of the batch, without padding.
+          tokens: those of the batch, by `count_targets`.
           batch: the full batch, or the part of one process with the full batch's shape.
         """
         config = self.module.config

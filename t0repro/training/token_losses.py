@@ -309,8 +309,16 @@ def evaluation_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def count_targets(batch: Mapping[str, Any]) -> Any:
-    """Number of targets in a batch, of numpy's or JAX's arrays, that carry loss."""
+def count_targets(batch: Mapping[str, Any], config: ModelConfig | None = None) -> Any:
+    """Number of targets in a batch, of numpy's or JAX's arrays, that carry loss.
+
+    Args:
+      batch: the arrays.
+      config: the model's; a language model may read inputs as targets, with loss or without.
+    """
+    if "loss_weights" not in batch and config is not None:
+        if config.loss_on_targets_only or config.model_type == "delimited_lm":
+            return token_weights(config, text_to_self(config, batch)).sum()
     return (batch.get("loss_weights", batch["targets"]) > 0).sum()
 
 

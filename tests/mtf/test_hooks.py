@@ -2,10 +2,15 @@
 
 import json
 
+import numpy as np
 import pytest
+import tensorflow as tf
 
 from t0repro.mtf import hooks
 from t0repro.mtf.hooks import MetricsFile, ProgressLine
+from t0repro.training.token_losses import count_targets
+
+from ..helpers import tiny_models as tiny
 
 pytestmark = pytest.mark.mtf
 
@@ -64,3 +69,33 @@ def test_in_a_bucket_tensorflow_alone_writes(monkeypatch, tmp_path, capsys):
     hooks.install("gs://bucket/run")
     assert "not written to gs://bucket/run" in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
+
+
+PACKED = {
+    "inputs": [[5, 1, 6, 1, 0, 0], [9, 8, 7, 6, 5, 1]],
+    "inputs_segmentation": [[1, 1, 2, 2, 0, 0], [1, 1, 1, 1, 1, 1]],
+    # One without EOS, as a cut text is, after which the marks of inputs and targets change places.
+    "targets": [[4, 3, 8, 2, 0], [7, 1, 0, 0, 0]],
+    "targets_segmentation": [[1, 1, 1, 2, 0], [1, 1, 0, 0, 0]],
+}
+UNPACKED = {name: PACKED[name] for name in ("inputs", "targets")}
+
+
+@pytest.mark.parametrize("targets_only", [False, True])
+@pytest.mark.parametrize(
+    ("model_type", "batch"),
+    [
+        ("delimited_lm", PACKED),
+        ("delimited_lm", UNPACKED),
+        ("lm", {"targets": [[5, 1, 6, 1, 9, 1, 7, 1, 0], [5, 8, 1, 6, 7, 2, -3, 1, 0]]}),
+    ],
+)
+def test_both_stacks_count_the_same_tokens_with_loss(model_type, batch, targets_only):
+    config = tiny.model(
+        model_type=model_type, num_encoder_layers=0, loss_on_targets_only=targets_only
+    ).config
+    arrays = {name: np.array(rows, np.int32) for name, rows in batch.items()}
+    length = sum(arrays[side].shape[1] for side in ("inputs", "targets") if side in arrays)
+    features = {name: tf.constant(rows) for name, rows in arrays.items()}
+    marked = hooks._mark_scored(features, hooks._Loss(1.0, length, targets_only))
+    assert np.count_nonzero(marked) == count_targets(arrays, config) > 0

@@ -8,6 +8,8 @@ from jax.sharding import AbstractMesh, AxisType
 
 from t0repro.model.t5 import initial_parameters
 from t0repro.training import token_losses as loss_module
+from t0repro.training.step_records import counts_of
+from t0repro.training.t5_model import T5Model
 from t0repro.training.token_losses import (
     add_loss_weights,
     count_examples,
@@ -166,6 +168,15 @@ def test_a_language_models_inputs_have_loss_unless_left_out_and_never_count_in_m
         assert sums["loss"] == pytest.approx((plain * counted).sum() / 2, rel=1e-5)
         assert sums["cross_entropy"] == pytest.approx((plain * real).sum(), rel=1e-5)
         assert (sums["tokens"], sums["labels"]) == (5, 6 + 1 + 3 + 4 + 1)
+    # The loss per target token is a mean over the tokens that have loss.
+    for each, counted in ((model, targets > 0), (targets_only, real)):
+        trained = T5Model(each)
+        for rows in (batch, {"targets": targets}):
+            tokens = counts_of(rows, trained)["target_tokens"]
+            assert tokens == counted.sum()
+            mean = (with_z_loss * counted).sum() / tokens
+            loss = (with_z_loss * counted).sum() / 12
+            assert trained.loss_per_target_token(loss, tokens, rows) == pytest.approx(mean)
 
 
 def test_evaluation_metrics_are_means_over_targets_with_loss():
