@@ -40,7 +40,7 @@ from t0repro.event_files import EventWriter, event_writer
 from t0repro.model.layer_stacks import count_stacked_layers, unstack
 from t0repro.model.t5 import T5
 from t0repro.progress import only_records, say
-from t0repro.storage import write_atomically
+from t0repro.storage import make_folder, write_atomically
 from t0repro.tasks.registry import DescribedTask, is_described
 
 if TYPE_CHECKING:
@@ -192,6 +192,7 @@ class SeqioEvaluator(TaskEvaluator):
         return [task.name for task in self._evaluator.eval_tasks]
 
     def _evaluate(self, functions: Any, step: int) -> dict[str, dict[str, float]]:
+        make_folder(self._folder)  # of SeqIO's loggers, only TensorBoardLogger does
         with (
             warnings.catch_warnings(),
             only_records("absl", _is_worth_logging),

@@ -101,9 +101,9 @@ class Functions:
 def evaluate(monkeypatch, tmp_path):
     """Evaluates a task by either evaluator; returns its metrics and the contents of its files."""
     monkeypatch.setattr(evaluator, "make_functions", Functions)
-    loggers = tuple(LoggerConfig(kind, None) for kind in ("py", "tensorboard", "json"))
 
-    def evaluated(made, name, lengths, num_examples):
+    def evaluated(made, name, lengths, num_examples, kinds=("py", "tensorboard", "json")):
+        loggers = tuple(LoggerConfig(kind, None) for kind in kinds)
         data = SeqioDataConfig(name, lengths, SPLIT, 8, False, 0, use_cached=True)
         folder = tmp_path / made.__name__
         of_task = made(data, EvaluatorConfig(loggers, num_examples, True), folder, DecodingPlan())
@@ -113,7 +113,8 @@ def evaluate(monkeypatch, tmp_path):
             path.name: [json.loads(line) for line in path.read_text().splitlines()]
             for path in written.glob("*.jsonl")
         }
-        return metrics, lines, read_scalars(str(written / name))
+        events = read_scalars(str(written / name)) if "tensorboard" in kinds else {}
+        return metrics, lines, events
 
     return evaluated
 
@@ -130,10 +131,12 @@ def test_metrics_and_files_are_those_of_seqios_evaluator(monkeypatch, evaluate, 
 
 
 @pytest.mark.parametrize("made", [evaluator.DescribedEvaluator, evaluator.SeqioEvaluator])
-def test_a_repeated_evaluation_leaves_each_row_once(monkeypatch, evaluate, made):
+def test_a_new_folder_is_made_for_json_and_a_repeated_evaluation_leaves_each_row_once(
+    monkeypatch, evaluate, made
+):
     monkeypatch.setattr(evaluator, "find_tasks_with_metrics", lambda *_: [described(RANKED)])
-    _, first, _ = evaluate(made, RANKED, None, 12)
-    _, again, _ = evaluate(made, RANKED, None, 12)
+    _, first, _ = evaluate(made, RANKED, None, 12, ["json"])
+    _, again, _ = evaluate(made, RANKED, None, 12, ["json"])
     assert again == first and len(first[f"{RANKED}-metrics.jsonl"]) == 1
 
 
