@@ -143,8 +143,7 @@ class Engine:
 
     def _halve(self, plan: Plan, batch: DecoderBatch | TextBatch, error: Exception) -> None:
         """Halves the sizes of later plans after running out of memory; re-raises other errors."""
-        # XLA's own status; some backends only mention it in the message.
-        if "RESOURCE_EXHAUSTED" not in str(error) and "out of memory" not in str(error).lower():
+        if not is_out_of_memory(error):
             raise error
         sizes = plan.sizes.halve()
         if not sizes.inputs:
@@ -203,12 +202,21 @@ class Engine:
 
 def choose_sizes(model: T5, platform: str) -> Sizes:
     """How much a device computes at once: follows from the model and the platform alone."""
+    memory = min(count_kept(model), _MOST_MEMORY.get(platform, 1 << 17))
+    return Sizes(max(512, memory // 16), memory)
+
+
+def count_kept(model: T5) -> int:
+    """For how many tokens a device keeps the decoder's keys and values: a power of two."""
     config = model.config
     width = 2 * config.num_decoder_layers * config.num_heads * config.d_kv
     fits = _MEMORY_BYTES // (width * jnp.dtype(model.dtypes.activation).itemsize)
-    most = _MOST_MEMORY.get(platform, 1 << 17)
-    memory = min(max(1 << fits.bit_length() - 1, _LEAST_MEMORY), most)
-    return Sizes(max(512, memory // 16), memory)
+    return max(1 << fits.bit_length() - 1, _LEAST_MEMORY)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether a device ran out of memory, by XLA's status; some backends only mention it."""
+    return "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()
 
 
 def score_pairs(params: dict, model: T5, pairs: Pairs) -> Float[np.ndarray, " pairs"]:

@@ -1,36 +1,46 @@
-"""Generates targets for many examples, batched by input length, returned in input order.
+"""Generates targets for many examples, in programs of fixed shapes, returned in input order.
 
     tokens = generate_tokens(params, model, [example["inputs"] for example in examples],
                              config.decoding, length=128)
     texts = decode_texts(tokens, vocabulary)
 
-In greedy decoding, neither order nor batching changes the output. A beam search depends on both
-slightly (t0repro.model.decoding), so its batches equal Mesh TensorFlow's: consecutive examples, the
-last batch padded.
+The lengths of an input and of outputs decide the program that decodes it greedily or by sampling.
+As in scoring (t0repro.evaluation.grouping), a row then has the same bits in any place and company,
+and so the same tokens, however close the second likeliest is. What it samples follows from its
+tokens and from how many equal inputs come before it. A beam search depends on all rows of its batch
+(t0repro.model.decoding), so its batches are Mesh TensorFlow's: consecutive examples, the last batch
+padded.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from t0repro.config.decoding import GREEDY, DecodingConfig
+from t0repro.evaluation.engine import count_kept, is_out_of_memory
+from t0repro.evaluation.grouping import memory_class
 from t0repro.model.decoding import generate, search_limit
 from t0repro.model.shapes import Int
 from t0repro.model.t5 import T5
 from t0repro.partitioning.devices import count_data_shards, fetch, pad_rows, use_devices_of
-from t0repro.progress import count_progress
+from t0repro.progress import count_progress, say
 
 if TYPE_CHECKING:
     from t0repro.evaluation.opened import Checkpoint
 
 _IN_FLIGHT = 2  # batches dispatched before the oldest one's tokens are waited for
-_BATCH = {"cpu": 32, "gpu": 256, "tpu": 256}  # examples of a task
+# Rows that a device decodes at once, at most: each step reads all parameters, for one row or many.
+_MOST_ROWS = {"cpu": 32, "gpu": 256, "tpu": 256}
+
+Batch = tuple[np.ndarray, int, int]
+"""Numbers of rows, how many rows their program has, and the length that inputs are padded to."""
 
 
 def generate_tokens(
@@ -52,44 +62,51 @@ def generate_tokens(
       inputs: token ids of each example; zeros at the end are padding.
       config: greedy, sampling or beam search.
       length: maximum tokens of an output.
-      batch_size: number of rows decoded together.
+      batch_size: number of inputs that a beam search decodes together; nothing else reads it.
       inputs_length: maximum tokens of an input; longer ones are truncated. None keeps all.
       fill_with_first: copies of the first input that a beam search appends, before empty rows.
     """
     rows = [_strip_padding(tokens, inputs_length) for tokens in inputs]
     outputs: list[list[int]] = [[] for _ in rows]
-    batches = _batches(rows, batch_size)
-    if config.beam_size > 1:
-        # Use Mesh TensorFlow's own batches: a beam search depends on all rows of its batch.
-        batches = _consecutive_batches(len(rows), batch_size)
+    searches, parts = config.beam_size > 1, count_data_shards(params)
+    if searches:
         rows = _fill_batches(rows, batch_size, fill_with_first)
-    limits = _search_limits(rows, config, batch_size)
-    # Fixed, so that sampled outputs are the same in every run.
-    key = jax.random.key(0)
+    limits, seeds = _search_limits(rows, config, batch_size), _noise_seeds(rows)
 
-    def start_batches() -> Iterator[tuple[np.ndarray, Any]]:
-        """Each batch's row indices and its tokens, which the device may still be computing."""
-        for number, members in enumerate(batches):
+    def start(batches: Iterable[Batch]) -> Iterator[tuple[np.ndarray, Any]]:
+        """Each batch's row numbers and its tokens, which the device may still be computing."""
+        for members, size, input_length in batches:
             # Pad a partial batch with copies of its first row, which add no decoding steps.
-            full = np.concatenate([members, np.full(batch_size - len(members), members[0])])
-            padded = _pad_batch([rows[member] for member in full])
-            # Fold in the batch's number, so that each batch samples its own noise from one seed.
-            batch_key = jax.random.fold_in(key, number)
+            full = np.concatenate([members, np.full(size - len(members), members[0])])
+            arrays = (_pad_rows([rows[n] for n in full], input_length), limits[full], seeds[full])
             # Padding rows for the devices end their beam search before its first step.
-            padded, steps = (pad_rows(x, count_data_shards(params)) for x in (padded, limits[full]))
+            padded, steps, noise = (pad_rows(x, parts) for x in arrays)
             with use_devices_of(params):
                 decoded = generate(
-                    model, params, padded, config, length=length, search_steps=steps, key=batch_key
+                    model, params, padded, config, length=length, search_steps=steps, seeds=noise
                 )
             yield members, decoded.tokens
 
     with count_progress(len(outputs), "decoding", "example", "decoded") as advance:
-        for members, tokens in _fetch_in_order(start_batches()):
-            # Copies and padding come after the real rows, and are dropped.
-            real = members[members < len(outputs)]
-            for member, row in zip(real, tokens, strict=False):
-                outputs[member] = np.trim_zeros(row, "b").tolist()
-            advance(len(real))
+        left, split = dict.fromkeys(range(len(outputs))), 1
+        while left:
+            if searches:
+                batches = _consecutive_batches(rows, batch_size)
+            else:
+                batches = _fixed_batches(rows, list(left), model, length, parts, split)
+            try:
+                for members, tokens in _fetch_in_order(start(batches)):
+                    # Copies and padding come after the real rows, and are dropped.
+                    real = members[members < len(outputs)].tolist()
+                    for member, row in zip(real, tokens, strict=False):
+                        outputs[member] = np.trim_zeros(row, "b").tolist()
+                        del left[member]
+                    advance(len(real))
+            except jax.errors.JaxRuntimeError as error:
+                if searches or not is_out_of_memory(error) or batches[0][1] <= parts:
+                    raise
+                split *= 2
+                say_halved(batches[0][1])
     return outputs
 
 
@@ -144,42 +161,83 @@ def _search_limits(rows: Sequence[np.ndarray], config: DecodingConfig, batch_siz
     return np.repeat(np.array(limits, np.int32), batch_size)[: len(rows)]
 
 
-def _consecutive_batches(count: int, batch_size: int) -> Iterator[np.ndarray]:
-    """Yields row indices of consecutive full batches that cover the first `count` rows."""
-    for start in range(0, count, batch_size):
-        yield np.arange(start, start + batch_size)
+def _noise_seeds(rows: Sequence[np.ndarray]) -> Int[np.ndarray, "rows 2"]:
+    """What decides each row's noise: a hash of its tokens, and how many equal rows precede it."""
+    seen: Counter[int] = Counter()
+    seeds = np.zeros((len(rows), 2), np.uint32)  # as zlib's
+    for seed, row in zip(seeds, rows, strict=True):
+        tokens = zlib.crc32(row.tobytes())
+        seed[:] = tokens, seen[tokens]
+        seen[tokens] += 1
+    return seeds.view(np.int32)
 
 
-def _batches(rows: Sequence[np.ndarray], batch_size: int) -> Iterator[np.ndarray]:
-    """Yields indices of rows of similar length, longest first so that memory runs out early."""
-    order = np.argsort([-_round_up_length(len(row)) for row in rows], kind="stable")
-    start = 0
-    while start < len(order):
-        length = _round_up_length(len(rows[order[start]]))
-        end = start + 1
-        while end < min(len(order), start + batch_size):
-            # Slightly shorter rows may complete a batch; much shorter ones get a batch of their
-            # own.
-            if _round_up_length(len(rows[order[end]])) * 2 < length:
-                break
-            end += 1
-        yield order[start:end]
-        start = end
+def _consecutive_batches(rows: Sequence[np.ndarray], batch_size: int) -> list[Batch]:
+    """Full batches in the order of the rows."""
+    batches = []
+    for start in range(0, len(rows), batch_size):
+        longest = max(len(row) for row in rows[start : start + batch_size])
+        members = np.arange(start, start + batch_size)
+        batches.append((members, batch_size, memory_class(longest)))
+    return batches
 
 
-def _pad_batch(rows: Sequence[np.ndarray]) -> Int[np.ndarray, "batch length"]:
-    batch = np.zeros((len(rows), _round_up_length(max(len(row) for row in rows))), np.int32)
+def _fixed_batches(
+    rows: Sequence[np.ndarray],
+    numbers: Sequence[int],
+    model: T5,
+    length: int,
+    parts: int,
+    split: int,
+) -> list[Batch]:
+    """Rows of one class of lengths together, the longest first so that memory runs out early.
+
+    Args:
+      rows: all of them.
+      numbers: those to decode.
+      model: the model.
+      length: maximum tokens of an output.
+      parts: number of devices that share the rows.
+      split: what the number of rows is divided by, to fit the memory.
+    """
+    classes: dict[int, list[int]] = {}
+    for number in numbers:
+        classes.setdefault(memory_class(len(rows[number])), []).append(number)
+    batches = []
+    for padded, members in sorted(classes.items(), reverse=True):
+        own = rows_decoded_together(model, padded + length, jax.default_backend())
+        size = max(1, own // split) * parts
+        batches += [
+            (np.array(members[start : start + size]), size, padded)
+            for start in range(0, len(members), size)
+        ]
+    return batches
+
+
+def rows_decoded_together(model: T5, length: int, platform: str) -> int:
+    """Rows of the program that decodes them on a device; another number might give other bits.
+
+    Args:
+      model: the model.
+      length: tokens of an input and of its outputs together, padding included.
+      platform: the device's.
+    """
+    return max(1, min(_MOST_ROWS.get(platform, 32), count_kept(model) // length))
+
+
+def say_halved(rows: int) -> None:
+    """Says that a program of so many rows did not fit the memory."""
+    say(
+        f"Out of memory with {rows} rows at once: continuing with half as many. Outputs that hang"
+        " on rounding may differ from another device's."
+    )
+
+
+def _pad_rows(rows: Sequence[np.ndarray], length: int) -> Int[np.ndarray, "batch length"]:
+    batch = np.zeros((len(rows), length), np.int32)
     for target, row in zip(batch, rows, strict=True):
         target[: len(row)] = row
     return batch
-
-
-def _round_up_length(length: int) -> int:
-    """Rounds up to 16, 24, 32, 48, 64, ...: few lengths to compile, little padding."""
-    size = 16
-    while size < length:
-        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
-    return size
 
 
 def _strip_padding(tokens: Any, length: int | None) -> np.ndarray:
@@ -210,7 +268,6 @@ def decode_examples(
         [example["inputs"] for example in examples],
         GREEDY,
         length=lengths["targets"],
-        batch_size=min(_BATCH.get(jax.default_backend(), 32), len(examples)),
         inputs_length=lengths["inputs"],
     )
     seconds = time.monotonic() - start_batches

@@ -1,4 +1,11 @@
-"""A model's functions, as SeqIO's Evaluator calls them: predict, predict with scores, score."""
+"""A model's functions, as SeqIO's Evaluator calls them: predict, predict with scores, score.
+
+This project's own model predicts and scores in programs whose rows follow from the lengths alone,
+so outputs have the same bits with any batch size, order and number of devices (see `generation`).
+Samples are the exception: T5X draws them for a batch of the configured size by one key. So is a
+beam search with min_log_prob, which T5X ends for all rows of a batch together. A user's model gets
+batches of the configured size.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +23,11 @@ from t0repro.config.data import Converter, SeqioDataConfig
 from t0repro.config.decoding import DecodingPlan
 from t0repro.data.train_data import rename_seqio_features
 from t0repro.errors import UserError
-from t0repro.evaluation.engine import score_examples
+from t0repro.evaluation.engine import is_out_of_memory, score_examples
+from t0repro.evaluation.generation import rows_decoded_together, say_halved
 from t0repro.model.shapes import Array, Float
 from t0repro.model.t5 import T5
-from t0repro.model.t5x_decoding import continue_prompts, generate
+from t0repro.model.t5x_decoding import MIN_TEMPERATURE, continue_prompts, generate
 from t0repro.partitioning.devices import count_data_shards, fetch, use_devices_of
 from t0repro.training.t5_model import check_full_attention
 from t0repro.training.token_losses import cross_entropy, map_targets, token_weights
@@ -38,8 +46,7 @@ class ModelFunctions:
       model: The model.
       params: Its parameters.
       plan: The decoding options.
-      batch_size: Examples decoded together; the last batch is padded with copies of its first
-        example, whose outputs are dropped.
+      batch_size: Examples for which samples are drawn together.
       converter: What made the model's features of the examples.
       seed: For sampling.
     """
@@ -59,9 +66,12 @@ class ModelFunctions:
         """Token ids of each example's output, and its score under "scores"."""
         outputs: Indexed = []
         scores: list[Any] = []
-        for (index, tokens), aux in _compute_batches(self, dataset, self._decode):
+        plan = self.plan
+        draws = plan.topk != 1 and plan.temperature > MIN_TEMPERATURE
+        rows = None if plan.method == "temperature_sample" and draws else self._rows
+        for (index, tokens), aux in _compute_batches(self, dataset, self._decode, rows):
             # Decodes ascend by score, so the best one is the last.
-            every = self.plan.return_all_decodes
+            every = plan.return_all_decodes
             outputs.append((index, tokens if every else tokens[-1]))
             scores.append(aux["scores"] if every else aux["scores"][-1])
         return outputs, {"scores": scores}
@@ -69,8 +79,8 @@ class ModelFunctions:
     def score(self, dataset: Any) -> Indexed:
         """Log-likelihood of each example's targets, EOS included: natural log, not normalized."""
         if self.converter != "encoder_decoder":
-            computed = _compute_batches(self, dataset, lambda batch, _: (self._score(batch), {}))
-            return [pair for pair, _ in computed]
+            score = lambda batch, _: (self._score(batch), {})  # noqa: E731
+            return [pair for pair, _ in _compute_batches(self, dataset, score, self._rows)]
         indices, examples = [], []
         for index, example in _pairs(dataset):
             indices.append(int(index))
@@ -80,8 +90,17 @@ class ModelFunctions:
         scores = score_examples(self.params, self.model, examples, None)
         return [(index, float(score)) for index, score in zip(indices, scores, strict=True)]
 
+    def _rows(self, example: Mapping[str, Any]) -> int:
+        """Rows of the program for such examples, which all have the same lengths, on a device."""
+        own = rename_seqio_features(example, self.converter)
+        length = len(own["targets"]) * self.plan.num_decodes + len(own.get("inputs", ()))
+        return rows_decoded_together(self.model, length, jax.default_backend())
+
     def _decode(self, batch: Any, key: jax.Array) -> tuple[Any, dict[str, Any]]:
         model, params, plan = self.model, self.params, self.plan
+        if plan.topk == 1:
+            # Greedy, but T5X draws among tokens that tie exactly: take the first, in any batch.
+            plan = dataclasses.replace(plan, temperature=0.0)
         if model.config.decoder_only:
             tokens, scores = continue_prompts(model, plan, params, *_prompts(batch), key)
             return tokens, {"scores": scores}
@@ -162,16 +181,45 @@ def _compute_batches(
     functions: ModelFunctions | UserModelFunctions,
     dataset: Any,
     function: Callable[[Any, jax.Array], tuple[Any, Mapping[str, Any]]],
+    rows_of: Callable[[Mapping[str, Any]], int] | None = None,
 ) -> Iterator[tuple[tuple[int, Any], dict[str, Any]]]:
-    """((index, output), {name: value}) of each example, by a function of a batch and a key."""
-    params = functions.params
-    for indices, batch, key in _batches(dataset, params, functions.batch_size, functions.seed):
-        with use_devices_of(params):
-            outputs, aux = function(batch, key)
-        outputs, aux = fetch(outputs), {name: fetch(x) for name, x in aux.items()}
-        for row, index in enumerate(indices):
+    """((index, output), {name: value}) of each example.
+
+    Args:
+      functions: The model's.
+      dataset: Its examples.
+      function: Of a batch and a key. A last batch ends in copies of its first example.
+      rows_of: Given an example, how many a device computes at once; fewer if its memory does not
+        hold them. None takes the batch size.
+    """
+    params, rows = functions.params, functions.batch_size
+    key, parts = jax.random.PRNGKey(functions.seed), count_data_shards(params)
+    pairs, numbers = _pairs(dataset), itertools.count()
+    first = next(pairs, None)
+    if first is not None:
+        pairs = itertools.chain([first], pairs)
+        rows = rows if rows_of is None else rows_of(first[1]) * parts
+    while batch := list(itertools.islice(pairs, rows)):
+        examples = [example for _, example in batch]
+        # Round up to what shards evenly across the devices.
+        examples += examples[:1] * (rows + -rows % parts - len(examples))
+        features = {
+            name: np.stack([np.asarray(example[name]) for example in examples])
+            for name in examples[0]
+        }
+        try:
+            with use_devices_of(params):
+                outputs, aux = function(features, jax.random.fold_in(key, next(numbers)))
+            outputs, aux = fetch(outputs), {name: fetch(x) for name, x in aux.items()}
+        except jax.errors.JaxRuntimeError as error:
+            if rows_of is None or not is_out_of_memory(error) or rows <= parts:
+                raise
+            say_halved(rows)
+            rows, pairs = rows // parts // 2 * parts, itertools.chain(batch, pairs)
+            continue
+        for row, (index, _) in enumerate(batch):
             yield (
-                (index, outputs[row].tolist()),
+                (int(index), outputs[row].tolist()),
                 {name: x[row].tolist() for name, x in aux.items()},
             )
 
@@ -183,24 +231,6 @@ def make_functions(
     if isinstance(model, T5):
         return ModelFunctions(model, params, plan, data.batch_size, data.converter, seed)
     return UserModelFunctions(model, params, data.batch_size, seed)
-
-
-def _batches(
-    dataset: Any, params: Any, batch_size: int, seed: int
-) -> Iterator[tuple[list[int], dict[str, np.ndarray], jax.Array]]:
-    """Indices, features and PRNG key of each batch; padding rows come after the indexed ones."""
-    key = jax.random.PRNGKey(seed)
-    pairs, numbers = _pairs(dataset), itertools.count()
-    while batch := list(itertools.islice(pairs, batch_size)):
-        examples = [example for _, example in batch]
-        # Round up to what shards evenly across the devices.
-        size = batch_size + -batch_size % count_data_shards(params)
-        examples += examples[:1] * (size - len(examples))
-        features = {
-            name: np.stack([np.asarray(example[name]) for example in examples])
-            for name in examples[0]
-        }
-        yield [int(i) for i, _ in batch], features, jax.random.fold_in(key, next(numbers))
 
 
 def _prompts(batch: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

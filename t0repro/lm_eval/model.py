@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import jax
 import numpy as np
 from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
 
@@ -21,7 +20,6 @@ from t0repro.progress import count_progress
 from t0repro.tasks.vocabulary import named_vocabulary
 
 EOS = ("targets", "inputs")
-_ROWS = {"cpu": 32, "gpu": 256, "tpu": 256}  # decoded together
 
 
 class T0ReproLM(LM):
@@ -154,7 +152,6 @@ class T0ReproLM(LM):
                 [self._context(requests[number].args[0]) for number in members],
                 GREEDY,
                 length=limit,
-                batch_size=min(_ROWS.get(jax.default_backend(), 32), len(members)),
                 inputs_length=self._lengths["inputs"],
             )
             for number, ids in zip(members, tokens, strict=True):

@@ -65,7 +65,7 @@ def generate(
     *,
     length: int,
     search_steps: Int[Array | np.ndarray, " batch"] | None = None,
-    key: jax.Array | None = None,
+    seeds: Int[Array | np.ndarray, "batch 2"] | None = None,
 ) -> Decoded:
     """Generates targets for inputs, on the device.
 
@@ -77,7 +77,8 @@ def generate(
       length: maximum number of output tokens.
       search_steps: maximum number of beam-search steps for each row, see `search_limit`; defaults
         to `length`.
-      key: PRNG key for sampling; defaults to `jax.random.key(0)`.
+      seeds: two numbers, of 32 bits, which decide the noise that a row samples with; by default
+        the row's own in the batch.
     """
     inputs = jnp.asarray(inputs, jnp.int32)
     if config.beam_size > 1:
@@ -87,8 +88,9 @@ def generate(
         steps = jnp.minimum(jnp.asarray(search_steps, jnp.int32), length)
         return _search(model, length, options, params, inputs, steps)
     options = (config.temperature, config.keep_top_k)
-    key = jax.random.key(0) if key is None else key
-    return Decoded(_sample(model, length, options, params, inputs, key), jnp.zeros(inputs.shape[0]))
+    rows = inputs.shape[0]
+    seeds = jnp.tile(jnp.arange(rows)[:, None], 2) if seeds is None else jnp.asarray(seeds)
+    return Decoded(_sample(model, length, options, params, inputs, seeds), jnp.zeros(rows))
 
 
 def search_limit(longest_input: int, config: DecodingConfig) -> int:
@@ -142,11 +144,13 @@ def _sample(
     options: tuple[float, int],
     params: Parameters,
     inputs: Int[Array, "batch memory"],
-    key: jax.Array,
+    seeds: Int[Array, "batch 2"],
 ) -> Int[Array, "batch length"]:
     """Generates tokens one by one until each row has its EOS or is `length` long."""
     temperature, keep_top_k = options
     rows = inputs.shape[0]
+    fold_in = jax.vmap(jax.random.fold_in)
+    keys = fold_in(fold_in(jnp.broadcast_to(jax.random.key(0), rows), seeds[:, 0]), seeds[:, 1])
     reads, cache, first, last = _read(model, params, inputs, length)
 
     def more(carry: tuple[Any, ...]) -> jax.Array:
@@ -157,7 +161,8 @@ def _sample(
         position, tokens, last, done, cache = carry
         at = first + position
         logits, cache = decoder_step(model, params, reads, cache, last[:, None], at)
-        chosen = _choose(logits[:, 0], temperature, keep_top_k, jax.random.fold_in(key, position))
+        here = fold_in(keys, jnp.broadcast_to(position, rows))
+        chosen = _choose(logits[:, 0], temperature, keep_top_k, here)
         # A row that is done stays padding.
         chosen = jnp.where(done, 0, chosen)
         tokens = tokens.at[:, position].set(chosen)
@@ -174,7 +179,7 @@ def _sample(
 
 
 def _choose(
-    logits: Float[Array, "batch vocab"], temperature: float, keep_top_k: int, key: jax.Array
+    logits: Float[Array, "batch vocab"], temperature: float, keep_top_k: int, keys: jax.Array
 ) -> Int[Array, " batch"]:
     """Chooses a token for each row; at temperature 0, the first one with the largest logit."""
     if keep_top_k != -1 and keep_top_k < logits.shape[-1]:
@@ -182,8 +187,9 @@ def _choose(
         dropped = jax.lax.top_k(logits, keep_top_k + 1)[0][:, -1:]
         logits = jnp.where(logits <= dropped, _DROPPED, logits)
     if temperature != 0.0:
-        # Keep above zero, where the logarithm is finite.
-        uniform = jax.random.uniform(key, logits.shape, minval=1e-9, maxval=1.0)
+        # Each row's own, whatever else is in the batch; above zero, where the logarithm is finite.
+        draw = functools.partial(jax.random.uniform, shape=logits.shape[1:], minval=1e-9)
+        uniform = jax.vmap(draw)(keys)
         logits = logits - jnp.log(-jnp.log(uniform)) * temperature
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 

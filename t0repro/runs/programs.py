@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from t0repro.config.run import CheckpointRun, Run, TrainRun
 from t0repro.errors import UserError
 from t0repro.evaluation import engine
+from t0repro.evaluation.generation import rows_decoded_together
 from t0repro.evaluation.grouping import choice_class, input_class, memory_class
 from t0repro.model.decoding import generate
 from t0repro.model.t5 import T5, evaluation_shapes, parameter_shapes
@@ -138,10 +139,15 @@ def evaluation_programs(config: CheckpointRun, partitioning: Partitioning) -> It
         evaluation_shapes(model, parameter_shapes(model))
     )
     yield from _scoring_programs(model, config, parameters, partitioning)
-    # Generation pads a batch until its rows shard evenly across the devices.
-    rows = -(-config.batch_size // partitioning.data) * partitioning.data
-    inputs = _tokens(partitioning, rows, assumed_length(config, "inputs"))
-    length = config.decoding.max_length or assumed_length(config, "inputs")
+    read = assumed_length(config, "inputs")
+    length, padded = config.decoding.max_length or read, memory_class(read)
+    if config.decoding.beam_size > 1:
+        # Its batch is padded until its rows shard evenly across the devices.
+        rows = -(-config.batch_size // partitioning.data)
+    else:
+        platform = partitioning.mesh.devices.flat[0].platform
+        rows = rows_decoded_together(model, padded + length, platform)
+    inputs = _tokens(partitioning, rows * partitioning.data, padded)
     texts = jax.jit(lambda p, x: generate(model, p, x, config.decoding, length=length))
     yield _compiled("generate", texts, (parameters, inputs), partitioning)
 

@@ -94,6 +94,14 @@ def test_pefts_folder_of_an_adapter_gives_its_scores(compared):
     np.testing.assert_array_equal(scores_of(out / "peft"), scores_of(out / "lora"))
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_an_adapter_beside_others_has_the_bits_that_it_has_alone(
+    compared, adapters, model_dir, name, tmp_path, capsys
+):
+    assert not rank_eval(model_dir, tmp_path, f"--adapter={adapters[name]}")
+    assert scores_of(tmp_path / name).tobytes() == scores_of(compared[0] / name).tobytes()
+
+
 def test_what_is_finished_is_not_scored_again(compared, model_dir, adapters, capsys):
     out, _ = compared
     before = load_report(out / "lora").provenance.scores_sha256

@@ -11,8 +11,12 @@ import pytest
 import t0repro
 from t0repro.converters.convert import convert
 from t0repro.errors import UserError
-from t0repro.evaluation.opened import Checkpoint
+from t0repro.evaluation.evaluation_folder import EvaluationSettings
+from t0repro.evaluation.opened import Checkpoint, open_checkpoint
+from t0repro.evaluation.outputs import read_task_scores
+from t0repro.evaluation.reading import TaskReader
 from t0repro.model.t5 import T5, initial_parameters
+from t0repro.runs.rank_eval import rank_eval
 from t0repro.tasks.demo.datasets import VOCABULARY
 from t0repro.tasks.vocabulary import VocabularyFile
 from t0repro.training.checkpoints import save_tree
@@ -39,6 +43,25 @@ def test_scores_are_a_plain_passes_for_every_pair():
     assert scores.dtype == np.float32
     expected = [[plain(text, choice) for choice in choices] for text in TEXTS]
     np.testing.assert_allclose(scores, expected, rtol=1e-5)
+
+
+def test_a_score_has_the_bits_of_rank_evals(model_dir, prompts, tmp_path):
+    lengths, task = (
+        {"inputs": 128, "targets": 32},
+        "demo_synthetic_glue_mrpc_want_to_know_score_eval",
+    )
+    settings = EvaluationSettings(lengths=lengths, limit=6)
+    outcome = rank_eval(open_checkpoint(str(model_dir), None, "float32"), task, tmp_path, settings)
+    (ranked,) = read_task_scores(outcome.folder)
+    pairs = [
+        (each["inputs_pretokenized"].decode(), each["targets_pretokenized"].decode())
+        for each in TaskReader(task, "validation", lengths, 6).examples()
+    ]
+    inputs = list(dict.fromkeys(source for source, _ in pairs))[::-1]
+    choices = list(dict.fromkeys(choice for _, choice in pairs))
+    found = t0repro.score(model_dir, inputs, choices, vocabulary=VOCABULARY, lengths=lengths)
+    expected = [found[inputs.index(source), choices.index(choice)] for source, choice in pairs]
+    np.testing.assert_array_equal(ranked.score.astype(np.float32), expected)
 
 
 def test_inputs_may_have_choices_of_their_own_and_long_ones_are_cut_before_eos():

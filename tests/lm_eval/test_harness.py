@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 
+import t0repro
 from t0repro.errors import UserError
 from t0repro.evaluation.outputs import read_task_scores
 from t0repro.lm_eval.files import import_results
@@ -88,7 +89,22 @@ def ours(work, checkpoint):
     return harness(work, "ours", "--model", "t0repro", "--model_args", f"checkpoint={checkpoint}")
 
 
-def test_scores_are_rank_evals_to_1e_4_a_token(work, checkpoint, ours):
+def test_a_log_likelihood_has_the_bits_of_t0repro_score(checkpoint):
+    from lm_eval.api.instance import Instance
+
+    from t0repro.lm_eval.model import T0ReproLM
+
+    contexts = ["is this film good or bad ?", "what is it about " * 9, "was it good ?"]
+    choices = ["good", "bad", "the world of business and of sports"]
+    pairs = [(context, choice) for context in contexts for choice in choices]
+    requests = [Instance("loglikelihood", {}, pair, 0) for pair in pairs[::-1]]
+    model = T0ReproLM(str(checkpoint), vocabulary=str(VOCABULARY), tokens_per_batch=1)
+    found = [np.float32(score) for score, _ in model.loglikelihood(requests)][::-1]
+    expected = t0repro.score(checkpoint, contexts, choices, vocabulary=VOCABULARY)
+    np.testing.assert_array_equal(np.reshape(found, expected.shape), expected)
+
+
+def test_scores_have_the_bits_of_rank_evals(work, checkpoint, ours):
     command(
         "t0repro", "rank-eval", "--checkpoint", checkpoint, "--mixture=demo_eval_score_eval",
         MODULE, "--out", work / "rank", folder=work,
@@ -99,8 +115,9 @@ def test_scores_are_rank_evals_to_1e_4_a_token(work, checkpoint, ours):
         found = ours[expected.task]
         np.testing.assert_array_equal(found.input_index, expected.input_index)
         np.testing.assert_array_equal(found.is_correct, expected.is_correct)
-        off = np.abs(expected.score - found.score) / expected.target_length
-        assert off.max() <= 1e-4, expected.task
+        np.testing.assert_array_equal(
+            *(each.score.astype(np.float32) for each in (found, expected))
+        )
 
 
 def test_scores_are_those_of_the_harnesss_own_hf_model(work, checkpoint):

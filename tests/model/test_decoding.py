@@ -143,18 +143,20 @@ def test_top_k_draws_only_among_the_k_likeliest_tokens():
     assert set(first_tokens(model, params, config).tolist()) == likeliest
 
 
-def test_the_key_decides_what_is_drawn():
+def test_a_rows_seeds_decide_what_is_drawn():
     model, params = make(scale=1.0)
     config = dataclasses.replace(GREEDY, temperature=1.0)
 
-    def drawn(seed):
-        key = jax.random.key(seed)
+    def drawn(*seeds):
+        seeds = np.array(seeds, np.int32)
+        rows = np.repeat(INPUTS[:1], len(seeds), axis=0)
         return np.asarray(
-            decoding.generate(model, params, INPUTS, config, length=LENGTH, key=key).tokens
+            decoding.generate(model, params, rows, config, length=LENGTH, seeds=seeds).tokens
         )
 
-    np.testing.assert_array_equal(drawn(1), drawn(1))
-    assert (drawn(1) != drawn(2)).any()
+    first, *others = drawn((5, 0), (5, 1), (0, 5), (6, 0))
+    assert all((first != other).any() for other in others)
+    np.testing.assert_array_equal(drawn((1, 1), (2, 3), (5, 0), (5, 0))[2:], [first, first])
 
 
 # ---- Beam search ---------------------------------------------------------------------------------

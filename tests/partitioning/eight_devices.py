@@ -14,10 +14,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
 import numpy as np
+from helpers.near_ties import near_ties
 from helpers.tiny_models import ADAFACTOR, FLOAT32, batches, model_config, run_config
 from partitioning.device_steps import run_steps
 
-from t0repro.config.decoding import DecodingConfig
+from t0repro.config.decoding import DecodingConfig, DecodingPlan
 from t0repro.config.model import Layout
 from t0repro.config.optimizer import (
     AdamWeightDecayConfig,
@@ -27,6 +28,7 @@ from t0repro.config.optimizer import (
 )
 from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.generation import generate_tokens
+from t0repro.evaluation.model_functions import ModelFunctions
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.partitioning import memory
 from t0repro.partitioning.collectives import collectives, counts
@@ -111,6 +113,28 @@ def evaluated(layout):
             for name, config in options.items()
         },
         "metrics": perplexity_metrics(params, model, batches(2, rows=5), 2),
+    }
+
+
+def tied(layout):
+    """Outputs and scores of 40 inputs by a model whose tokens tie but for rounding."""
+    model = T5(MODEL, FLOAT32)
+    params = near_ties(initial_parameters(model, jax.random.key(0)))
+    if layout is not None:
+        params = jax.device_put(params, devices_of(layout).shardings(params))
+    inputs = [np.random.default_rng(n).integers(2, 128, 1 + n).astype("i") for n in range(40)]
+    plan, options = DecodingPlan(), {"temperature": 1.0, "keep_top_k": 5}
+    examples = [
+        (n, {"encoder_input_tokens": np.pad(row, (0, 40 - len(row))),
+             "decoder_target_tokens": np.zeros(8, "i")})
+        for n, row in enumerate(inputs)
+    ]  # fmt: skip
+    pairs = [{"inputs": row, "targets": row[:6]} for row in inputs]
+    return {
+        "greedy": generate_tokens(params, model, inputs, DecodingConfig(), length=8),
+        "sampled": generate_tokens(params, model, inputs, DecodingConfig(**options), length=8),
+        "t5x": ModelFunctions(model, params, plan, 5, "encoder_decoder").predict_with_aux(examples),
+        "scores": score_examples(params, model, pairs, None).tolist(),
     }
 
 
@@ -206,6 +230,7 @@ def every_layout():
         "evaluated": {
             name: evaluated(LAYOUTS[name]) for name in ("one", "data 8", "data 2, model 4")
         },
+        "tied": {name: tied(LAYOUTS[name]) for name in ("one", "data 8")},
         "resumed": resumed(),
         "drawn": drawn(),
     }

@@ -88,6 +88,11 @@ def assert_same_evaluation(one, other):
     assert any(one["texts"]["greedy"])
 
 
+@pytest.mark.parametrize("of", ["greedy", "sampled", "t5x", "scores"])
+def test_outputs_and_scores_have_the_same_bits_where_tokens_tie_but_for_rounding(result, of):
+    assert result["tied"]["data 8"][of] == result["tied"]["one"][of]
+
+
 def test_the_train_steps_collectives_are_these(result):
     # Tensor parallelism gathers no parameter; what is in its loop adds up activations. Data
     # parallelism exchanges nothing before the last microbatch is done.
