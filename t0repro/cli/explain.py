@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -30,6 +31,7 @@ from t0repro.cli.spelling import T5X_NAMES
 from t0repro.config.gin.folders import mesh_folders, shipped_files
 from t0repro.config.gin.imports import list_imports
 from t0repro.config.run import Run, TrainRun
+from t0repro.config.t5x.arguments import PROGRAMS
 from t0repro.config.t5x.gin_files import Parsed, T5xInputs, parse
 from t0repro.config.t5x.layout import list_differences
 from t0repro.config.t5x.run import read_run, read_train_run
@@ -38,8 +40,8 @@ from t0repro.config.translation import translate
 from t0repro.errors import UserError
 from t0repro.words import shown_as
 
-# What runs write into their folders -> the run mode that reads it; None for Mesh TensorFlow's.
-_MODES_OF_FILES = {"operative_config.gin": None, "config.gin": RunMode.TRAIN}
+# What runs write into their folders: Mesh TensorFlow's, and T5X's of any run mode.
+_FILES_OF_RUNS = ("operative_config.gin", "config.gin")
 
 
 class Dialects(enum.StrEnum):
@@ -102,6 +104,12 @@ def explain(
     allowlist = allowlist_of(gin_import_allowlist)
     if model_dir and not gin_file:
         gin_file, run_mode = _files_of_run(model_dir, run_mode, has_params=bool(gin_param))
+    if not (gin_file or gin_param or run_mode):
+        raise UserError(
+            "There is nothing to explain.",
+            where="--gin_file",
+            fix="Name the run's gin files, or its folder: --model_dir.",
+        )
     if dry_run:
         # The listing must not run anyone's code, so it returns before anything is imported.
         folders = folders_of(gin_search_paths)
@@ -153,18 +161,30 @@ def _files_of_run(
     Raises:
       UserError: If there is no such file, and nothing else to explain.
     """
-    modes = {"config.gin": run_mode} if run_mode else _MODES_OF_FILES
-    for name, mode in modes.items():
+    names = _FILES_OF_RUNS[1:] if run_mode else _FILES_OF_RUNS
+    for name in names:
         path = storage.join(model_dir, name)
         if storage.is_file(path):
-            return [path], mode
+            is_t5x = name == _FILES_OF_RUNS[-1]
+            return [path], _mode_of(path) if is_t5x and run_mode is None else run_mode
     if has_params:
         return [], run_mode
     raise UserError(
-        f"This folder has no gin file of a run: no {' and no '.join(modes)}.",
+        f"This folder has no gin file of a run: no {' and no '.join(names)}."
+        if storage.exists(model_dir)
+        else "There is no such folder.",
         where=f"--model_dir={model_dir}",
         fix="Give the run's model_dir, or its files: --gin_file.",
     )
+
+
+def _mode_of(path: str) -> RunMode:
+    """The run mode whose function a run's config.gin configures; training unless another is."""
+    text = storage.place(path).read_text(encoding="utf-8")
+    for mode in RunMode:
+        if re.search(rf"^(\w+\.)*{PROGRAMS[mode]}\.\w+ =", text, re.MULTILINE):
+            return mode
+    return RunMode.TRAIN
 
 
 def _show_translation(config: Run, dialect: Dialects) -> None:

@@ -54,6 +54,7 @@ def find_tasks(eval_dir: str | os.PathLike[str]) -> dict[str, list[int]]:
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
     tasks = [name.removesuffix("_targets") for name in names if name.endswith("_targets")]
     if not tasks:
+        refuse_metrics_alone(folder)
         below = sorted({str(path.parent) for path in folder.glob("*_eval*/*_targets")})
         raise UserError(
             "The folder holds no evaluation outputs (no file ends in _targets).",
@@ -65,6 +66,19 @@ def find_tasks(eval_dir: str | os.PathLike[str]) -> dict[str, list[int]]:
     predictions = [name for name in names if name.endswith("_predictions")]
     decoded = find_decoded_tasks(folder)
     return {task: _steps_of(task, predictions) for task in tasks if task not in decoded}
+
+
+def refuse_metrics_alone(folder: Path) -> None:
+    """Raises UserError for a folder of `t0repro eval`, or the one that it is in."""
+    for pattern in ("*-metrics.jsonl", "inference_eval/*-metrics.jsonl"):
+        if any(folder.glob(pattern)):
+            raise UserError(
+                "This is an evaluation by `t0repro eval`: the tasks' metrics, without the choices'"
+                " scores (<task>_<step>_predictions and <task>_targets).",
+                where=str(folder),
+                fix="`t0repro rank-eval --checkpoint MODEL --mixture MIXTURE --out DIR` writes"
+                " them; `t0repro plot DIR DIR` draws the metrics of several evaluations.",
+            )
 
 
 def latest_step(eval_dir: str | os.PathLike[str]) -> int:

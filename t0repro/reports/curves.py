@@ -37,6 +37,9 @@ _EVAL_SPLIT = "eval"
 _EVAL = f"{_EVAL_SPLIT}/"
 
 
+_OF_TASK = "-metrics.jsonl"  # follows a task's name in the files of SeqIO's JSONLogger
+
+
 # What is drawn unless a metric is named: the first that a run has. Evaluations have no loss.
 _DEFAULT_METRICS = ("loss", "accuracy", f"{_EVAL}accuracy")
 
@@ -62,13 +65,19 @@ def read_curves(folders: Sequence[Path], metric: str | None = None) -> tuple[str
     known: set[str] = set()
     curves: dict[tuple[Path, str], Points] = {}
     titles: dict[tuple[Path, str], str] = {}
-    runs = {run: _of_lines(run) for given in folders for run in _runs_at(given)}
+    runs = {
+        run: _of_lines(run) if (run / METRICS_FILE).is_file() else _of_evaluation(run)
+        for given in folders
+        for run in _runs_at(given)
+    }
     if metric is None:
         for run, found in runs.items():
             if not found:
                 found |= _of_events(run)
         names = set[str]().union(*runs.values())
         metric = next((each for each in _DEFAULT_METRICS if each in names), _DEFAULT_METRICS[0])
+    elif all(metric not in found and _EVAL + metric in found for found in runs.values()):
+        metric = _EVAL + metric
     for folder, found in runs.items():
         # Only if metrics.jsonl lacks it, since this reads every event file below the run.
         if metric not in found:
@@ -138,9 +147,8 @@ def _runs_at(folder: Path) -> list[Path]:
 
 def _of_lines(folder: Path) -> _Found:
     found: _Found = {}
-    path = folder / METRICS_FILE
     # In writing order: after a restart, a step's later line replaces the earlier one.
-    for row in metric_rows(path) if path.is_file() else ():
+    for row in metric_rows(folder / METRICS_FILE):
         place, step = str(row.get("split", _TRAIN)), row.get("step")
         if not isinstance(step, int):
             continue
@@ -158,6 +166,20 @@ def _of_lines(folder: Path) -> _Found:
         if "neg_log_perplexity" in row:  # the mean over target tokens, of an evaluation
             of_place = found.setdefault(LOSS_PER_TOKEN, {}).setdefault(place, {})
             of_place[step] = -float(row["neg_log_perplexity"])
+    return found
+
+
+def _of_evaluation(folder: Path) -> _Found:
+    """What SeqIO's JSONLogger wrote, which takes no TensorBoard to read."""
+    found: _Found = {}
+    for path in folder.rglob(f"*{_OF_TASK}"):
+        task = path.relative_to(folder).as_posix().removesuffix(_OF_TASK)
+        for row in metric_rows(path):
+            for name, value in row.items():
+                if isinstance(row.get("step"), int) and isinstance(value, int | float):
+                    of_task = found.setdefault(_EVAL + name, {}).setdefault(task, {})
+                    of_task[row["step"]] = float(value)
+    found.pop(f"{_EVAL}step", None)
     return found
 
 

@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 from t0repro.errors import UserError
+from t0repro.evaluation.outputs import refuse_metrics_alone
 from t0repro.storage import input_path
 
 _FIX = "Give the <split>_eval folder, the --out folder of rank-eval, or a report.json."
@@ -68,6 +69,7 @@ def find_evaluation(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
     # rank-eval's --out folder has both; prefer the folder of files.
     if not evaluations and report.is_file():
         return _evaluation_of_report(report)
+    refuse_metrics_alone(path)
     if evaluations:
         names = ", ".join(folder.name for folder in evaluations)
         what, fix = f"There are {len(evaluations)} evaluations here.", f"Name one of them: {names}."

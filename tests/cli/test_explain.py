@@ -8,6 +8,11 @@ import sys
 
 import pytest
 
+from t0repro.cli import explain as module
+from t0repro.cli.app import command
+from t0repro.cli.gate import ErrorHandling
+from t0repro.errors import UserError
+
 from ..helpers import commands
 
 FILES = [
@@ -145,3 +150,21 @@ def test_a_model_dir_alone_is_explained_by_the_file_that_its_run_wrote(tmp_path)
     assert f"{tmp_path}/operative_config.gin:4" in done.stdout, done.stderr
     done = commands.run(*explain_run, "--run_mode=train")
     assert done.returncode == 2 and "no config.gin." in done.stderr
+
+
+def test_the_file_of_an_evaluation_is_explained_in_its_run_mode(tmp_path):
+    bindings = ["seqio.Evaluator.num_examples = 12", "eval_script.evaluate.output_dir = 'o'"]
+    (tmp_path / "config.gin").write_text("\n".join(bindings))
+    assert module._files_of_run(str(tmp_path), None, has_params=False) == (
+        [str(tmp_path / "config.gin")],
+        module.RunMode.EVAL,
+    )
+    (tmp_path / "config.gin").write_text("train_script.train.total_steps = 1")
+    assert module._files_of_run(str(tmp_path), None, has_params=False)[1] is module.RunMode.TRAIN
+    with pytest.raises(UserError, match="no such folder"):
+        module._files_of_run(str(tmp_path / "none"), None, has_params=False)
+
+
+def test_nothing_to_explain_asks_for_files_or_the_runs_folder():
+    with pytest.raises(UserError, match="gin files, or its folder: --model_dir"):
+        command()(args=["explain"], obj=ErrorHandling(), standalone_mode=False)

@@ -3,6 +3,7 @@ import pytest
 
 from t0repro.errors import UserError
 from t0repro.evaluation.outputs import find_tasks, read_first_input, read_task_scores
+from t0repro.reports.run import find_evaluation
 
 TASK = "super_glue_rte_GPT_3_style_score_eval"
 OLD_NUMPY = ["((0, 0), True, 1.0, 3)", "((0, 1), False, 1.0, 2)"]
@@ -124,6 +125,15 @@ def test_an_empty_folder_is_a_users_mistake(tmp_path):
         read_task_scores(tmp_path)
     with pytest.raises(UserError, match="no folder"):
         read_task_scores(tmp_path / "absent")
+
+
+def test_an_evaluation_of_seqios_metrics_is_told_what_writes_scores(tmp_path):
+    (tmp_path / "inference_eval").mkdir()
+    (tmp_path / "inference_eval" / "trec-metrics.jsonl").touch()
+    for folder in (tmp_path, tmp_path / "inference_eval"):
+        for read in (read_task_scores, find_evaluation):
+            with pytest.raises(UserError, match="evaluation by `t0repro eval`(.|\n)*rank-eval"):
+                read(folder)
 
 
 def test_a_model_dir_in_place_of_an_evaluation_is_told_where_its_evaluations_are(tmp_path):

@@ -71,6 +71,18 @@ def test_each_task_of_an_evaluation_is_a_curve(tmp_path):
     }
 
 
+def test_an_evaluation_of_t0repro_eval_is_drawn_from_its_json_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(curves, "read_scalars", lambda _: pytest.fail("took TensorBoard"))
+    for task, accuracy in (("trec", 65.0), ("mrpc", 71.0)):
+        path = tmp_path / "inference_eval" / f"{task}-metrics.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"step": 20, "accuracy": accuracy, "note": "text"}) + "\n")
+    (path.parent / "events.out.tfevents.1").touch()
+    expected = {"trec": [(20, 65.0)], "mrpc": [(20, 71.0)]}
+    assert read_curves([tmp_path]) == ("eval/accuracy", {"eval/accuracy": expected})
+    assert read_curves([path.parent], "accuracy")[1] == {"eval/accuracy": expected}
+
+
 def test_runs_of_one_name_are_told_apart(tmp_path):
     for parent in ("x", "y"):
         write_lines(tmp_path / parent / "run", train(1, 1.0, accuracy=0.5))
