@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from t0repro import compat
 from t0repro.cloud.trackers.table import TRACKER_PACKAGES
 from t0repro.compat import installed_version
 from t0repro.errors import UserError
@@ -205,8 +206,6 @@ def try_mesh_tensorflow() -> None:
 
 def _train_one_step() -> tuple[float, float]:
     """Losses of a linear model before and after one step of Mesh TensorFlow's Adafactor."""
-    from t0repro import compat
-
     compat.install()
     import mesh_tensorflow as mtf
     import tensorflow

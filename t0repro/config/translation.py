@@ -278,8 +278,8 @@ def _data_of_t5x(config: TrainRun) -> _Items:
 _DATA, _RESTORED = ("use_cached", "pack"), ("mode", "dtype", "strict", "fallback_to_scratch")
 _LOGITS = ("float32_attention_logits",)
 _SHARED_DATA = (
-    "mixture_or_task_name", "split", "use_cached", "pack", "shuffle", "seed", "num_shards",
-)  # fmt: skip
+    SeqioDataConfig.__dataclass_fields__.keys() & TrainDataConfig.__dataclass_fields__.keys()
+)
 
 
 def _run_of_mesh(config: TrainRun) -> _Items:

@@ -25,6 +25,7 @@ from t0repro.tasks.availability import (
 )
 from t0repro.tasks.metrics import metric_names
 from t0repro.tasks.prompt_cache.folders import read_skipped
+from t0repro.tasks.prompt_cache.provenance import check_caches
 from t0repro.tasks.registry import (
     DescribedTask,
     cache_dirs,
@@ -323,8 +324,6 @@ def _check_cached(name: str, split: str, tasks: Sequence[Any]) -> None:
     Tasks that SeqIO cannot cache are read without one. Findings that need not stop a run, such as
     rows that have changed since, are warnings on stderr.
     """
-    from t0repro.tasks.prompt_cache.provenance import check_caches
-
     missing = list(missing_tasks(tasks, split, use_cached=True))
     if not missing:
         check_caches(tasks, split)

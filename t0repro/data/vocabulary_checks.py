@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from t0repro import compat
 from t0repro.config.data import ByteVocabulary, PassThroughVocabulary, SentencePieceVocabulary
 from t0repro.converters import own_tokenizer
 from t0repro.converters.tensors import CheckpointRef
@@ -41,8 +42,6 @@ def seqio_vocabulary(record: Any) -> Any:
 
     If T0REPRO_VOCAB is set, T5's own vocabulary comes from there.
     """
-    from t0repro import compat
-
     compat.install()
     import seqio
 

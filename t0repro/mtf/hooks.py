@@ -27,6 +27,9 @@ from typing import Any, NamedTuple
 
 import tensorflow
 
+import gin
+from t0repro.converters import sources
+from t0repro.converters.witnesses import parameters_digest
 from t0repro.errors import UserError
 from t0repro.evaluation import records
 from t0repro.evaluation.evaluation_facts import write_facts
@@ -581,9 +584,6 @@ class _Evaluation:
 
 def _identified(path: str, step: int) -> Checkpoint:
     """A record's facts about a checkpoint; the digest is empty if it is not a T5."""
-    from t0repro.converters import sources
-    from t0repro.converters.witnesses import parameters_digest
-
     try:
         reader = sources.open_checkpoint(sources.find_checkpoint(path))
         digest = parameters_digest(reader.tensors, reader.read)
@@ -603,8 +603,6 @@ def _device() -> str:
 
 def _bound(parameter: str, default: Any) -> Any:
     """The value that gin binds to a parameter."""
-    import gin
-
     try:
         return gin.query_parameter(parameter)
     except ValueError:  # not bound

@@ -12,6 +12,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import tensorflow as tf
+
+import gin
 from t0repro.config.configuration import Configuration, RunInputs
 from t0repro.config.mtf.model_api import check_mode, checkpoint_steps
 from t0repro.config.mtf.parser import deprecated_references
@@ -66,8 +69,6 @@ def run(flags: Any, configuration: Configuration | None) -> None:
 def _run(flags: Any, inputs: RunInputs | None) -> None:
     from mesh_tensorflow.transformer import utils
 
-    import gin
-
     # t5 would look for the TPU in --tpu, but this stack runs on the CPU only.
     flags.tpu = None
     record_command(flags.model_dir)
@@ -97,8 +98,6 @@ def _run(flags: Any, inputs: RunInputs | None) -> None:
 
 def record_command(model_dir: str) -> None:
     """Writes the command line to model_dir/commands/command[.N], local or remote."""
-    import tensorflow as tf
-
     folder = os.path.join(model_dir, "commands")
     try:
         tf.io.gfile.makedirs(folder)

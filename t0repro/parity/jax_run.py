@@ -19,6 +19,7 @@ from t0repro.converters.sources import load_any
 from t0repro.converters.tensors import FlatTree
 from t0repro.errors import UserError
 from t0repro.evaluation.engine import score_examples
+from t0repro.model import layers, t5
 from t0repro.model.t5 import T5, padding_mask, segments_of, text_to_self
 from t0repro.parameters import naming
 from t0repro.parity.mesh_jobs import MeshResult
@@ -272,8 +273,6 @@ EPSILON = 0.1
 @contextlib.contextmanager
 def injected(error: Error | None) -> Iterator[None]:
     """Patches the error into the JAX model within the block, and clears JAX's caches."""
-    from t0repro.model import layers, t5
-
     replaced: dict[tuple[Any, str], Any] = {}
     if error == "bucket-eps":
         replaced[layers, "relative_position_bucket"] = _bucket_with_epsilon

@@ -18,6 +18,9 @@ from typing import Any
 
 import numpy as np
 
+import gin
+from t0repro import compat
+from t0repro.config.mtf.parser import parse
 from t0repro.parity.mesh_jobs import ARRAYS, DONE, MeshJob, load_batches
 from t0repro.storage import make_folder, write_atomically
 
@@ -26,8 +29,6 @@ Arrays = dict[str, np.ndarray]
 
 def _tensorflow_1() -> Any:
     """TensorFlow 1's API, after compat has patched it; compat must come before the import."""
-    from t0repro import compat
-
     compat.install()
     import tensorflow
 
@@ -48,9 +49,6 @@ def main() -> None:
 
 def run_job(job: MeshJob) -> None:
     """Runs one job and writes its results, the marker file last."""
-    import gin
-    from t0repro.config.mtf.parser import parse
-
     parse(job.inputs)
     with gin.unlock_config():
         if job.float32:
@@ -85,8 +83,6 @@ def _model_function(model_dir: str) -> Callable[..., Any]:
     `utils.run` runs up to its call of `train_model_fn`, which does nothing here.
     """
     from mesh_tensorflow.transformer import utils
-
-    import gin
 
     original = utils.tpu_estimator_model_fn
     found: dict[str, Any] = {}

@@ -15,12 +15,15 @@ import numpy as np
 from t0repro.config.data import EvalDataConfig
 from t0repro.config.mtf.parser import MeshInputs
 from t0repro.config.run import TrainRun
+from t0repro.converters import sources
+from t0repro.converters.sources import load_any
 from t0repro.converters.tensors import FlatTree
 from t0repro.data.batches import eval_tasks
 from t0repro.data.checks import check_readable
 from t0repro.data.train_data import TrainBatches
 from t0repro.errors import UserError
 from t0repro.evaluation.judge import Judge, make_judge
+from t0repro.parameters import naming
 from t0repro.parity.jax_run import (
     Error,
     StackResult,
@@ -198,9 +201,7 @@ def _input_of(example: Mapping[str, Any]) -> int:
 
 def _mesh_checkpoint(start: str | None, out: Path) -> str | None:
     """The prefix of a start as a float32 Mesh TensorFlow checkpoint, converted if need be."""
-    from t0repro.converters import sources
     from t0repro.converters.convert import convert
-    from t0repro.parameters import naming
 
     if start is None:
         return None
@@ -243,8 +244,6 @@ def run_mesh_side(job: Job) -> tuple[StackResult, int]:
         # Drop the empty rows that padded the last batch.
         found = dataclasses.replace(found, scores=found.scores[: len(job.task.examples)])
     if job.start:
-        from t0repro.converters.sources import load_any
-
         found = dataclasses.replace(found, trees={0: load_any(job.start), **found.trees})
     return found, result.start_step
 

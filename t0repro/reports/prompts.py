@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from t0repro.tasks.catalog import SYNTHETIC
+from t0repro.tasks.registry import registered_tasks, tasks_of_mixture
 from t0repro.tasks.user_files import template_files
 
 
@@ -140,8 +142,6 @@ def training_tasks(mixtures: Sequence[str]) -> set[str]:
     Raises:
       UserError: if one is not registered.
     """
-    from t0repro.tasks.registry import registered_tasks, tasks_of_mixture
-
     tasks = set(registered_tasks()) & set(mixtures)
     # Names that are not tasks must be mixtures.
     for mixture in set(mixtures) - tasks:
@@ -156,8 +156,6 @@ def training_datasets(tasks: Collection[str], prompts: Mapping[str, PromptInfo])
 
 def synthetic_datasets(labels: Collection[str]) -> tuple[str, ...]:
     """Labels of datasets with generated rows, recognized by name."""
-    from t0repro.tasks.catalog import SYNTHETIC
-
     # Anywhere in the label: without the tasks' module it is a task's name, which need not start
     # with the dataset's.
     return tuple(sorted(label for label in labels if SYNTHETIC in label))

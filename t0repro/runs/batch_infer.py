@@ -30,6 +30,7 @@ import numpy as np
 from t0repro.config.run import InferRun
 from t0repro.converters.model_files import check_configured
 from t0repro.converters.tensors import CheckpointRef
+from t0repro.data.checks import tasks_with_split
 from t0repro.data.eval_examples import eval_examples
 from t0repro.data.train_data import make_seqio_converter
 from t0repro.data.vocabulary_checks import check_own_tokenizer
@@ -71,8 +72,6 @@ def infer(plan: InferRun, describe: Callable[[], None] = lambda: None) -> list[P
       UserError: If there is no checkpoint, it does not fit the model, the task's vocabulary is
         not the model's, no task has the split, or a task's split has no example.
     """
-    from t0repro.data.checks import tasks_with_split
-
     check_inference(plan, starts=True)
     name = plan.data.mixture_or_task_name
     checkpoint: Checkpoint | None = None

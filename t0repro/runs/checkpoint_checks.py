@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from t0repro import storage
 from t0repro.config.checkpoints import RestoreConfig
 from t0repro.config.model import ModelConfig
 from t0repro.config.run import TrainRun
@@ -22,7 +23,6 @@ def check_restored(
     restore: RestoreConfig, config: TrainRun, vocabularies: tuple[Any, Any]
 ) -> Iterator[str]:
     """The checkpoint that a training run starts from unless it resumes from one of its own."""
-    from t0repro import storage
     from t0repro.converters import sources
 
     if storage.is_directory(config.model_dir) and sources.list_checkpoints(config.model_dir):

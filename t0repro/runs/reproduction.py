@@ -17,12 +17,14 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from t0repro.config.model import DType, DTypePolicy
 from t0repro.converters.hf_config import Computation
 from t0repro.evaluation.opened import make_scoring_config
 from t0repro.evaluation.pairs import Pairs, collect_pairs
+from t0repro.model.t5 import T5, evaluation_shapes, parameter_shapes
 from t0repro.parameters.shape import ModelShape
 from t0repro.runs.rank_eval import PAIRS_IN_MEMORY
 from t0repro.tasks.catalog import catalog, label
@@ -247,10 +249,7 @@ def _random_pairs(lengths: _Lengths, inputs: int, generator: np.random.Generator
 
 def _measure(shape: ModelShape, timed: Sequence[Pairs], activation: DType, seconds: float) -> Speed:
     """Scores the pairs of one dataset after the other until the time is over."""
-    import jax
-
     from t0repro.evaluation.engine import Engine
-    from t0repro.model.t5 import T5, evaluation_shapes, parameter_shapes
 
     shallow = dataclasses.replace(
         shape,
@@ -303,8 +302,6 @@ def _measure(shape: ModelShape, timed: Sequence[Pairs], activation: DType, secon
 
 def peak_memory() -> int:
     """The most bytes that this process has held so far: on its accelerator, or on the host."""
-    import jax
-
     statistics = jax.local_devices()[0].memory_stats() or {}
     status = Path("/proc/self/status")
     if "peak_bytes_in_use" in statistics:

@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import flax.traverse_util
+
 from t0repro import storage
 from t0repro.config.checkpoints import RestoreConfig
 from t0repro.config.run import InferenceRun
@@ -200,8 +202,6 @@ def _tree(plan: InferenceRun, ref: CheckpointRef, shapes: Any) -> dict[str, Any]
     """A checkpoint's step and parameters under the model's names."""
     if not plan.restore.assignment_map:
         return open_configured(ref, plan.model, slots=False)
-    import flax.traverse_util
-
     from t0repro.converters.restoring import assign_names
 
     # The user's patterns may name a shared position bias that the model itself no longer has.

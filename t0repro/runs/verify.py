@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from t0repro.errors import UserError
 from t0repro.evaluation.evaluation_facts import package_versions, rounds_alike, scores_sha256
+from t0repro.evaluation.opened import open_checkpoint
 from t0repro.evaluation.records import RESULTS, digest_of_texts, read_records
 from t0repro.reports.prompts import PromptInfo
 from t0repro.reports.report import Report, load_report
@@ -181,8 +182,6 @@ def _hashes(
 def _opened(
     report: Report, checkpoint: str | None, records: Mapping[str, Mapping[str, Any]]
 ) -> Checkpoint:
-    from t0repro.evaluation.opened import open_checkpoint
-
     path = checkpoint or report.provenance.checkpoint
     if path is None:
         raise UserError("The report names no checkpoint.", fix="Give it with --checkpoint.")

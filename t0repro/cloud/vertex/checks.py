@@ -12,6 +12,7 @@ from t0repro.cloud.vertex.job_config import JobConfig, read_job_config
 from t0repro.cloud.vertex.spec import CLOUD_TPU, MOUNT, Machines
 from t0repro.config.run import Run
 from t0repro.errors import UserError
+from t0repro.partitioning import topologies
 from t0repro.runs.checks import Check, Cost, run_checks
 
 
@@ -141,7 +142,6 @@ def _check_memory(
 
 def _check_slice(run: Run, topology: str, count: int, compiles: bool) -> Iterator[str]:
     """What libtpu's compiler says of a run on a slice, or without `compiles` an estimate."""
-    from t0repro.partitioning import topologies
     from t0repro.partitioning.memory import check_fits
 
     installed = importlib.util.find_spec("libtpu") is not None

@@ -107,17 +107,6 @@ def isolate_config(*modules: str) -> Iterator[None]:
                 gin.config._REGISTRY.pop(gin.config._INVERSE_REGISTRY.pop(function).selector)
 
 
-@contextlib.contextmanager
-def restore_search_path() -> Iterator[None]:
-    """Restores gin's search path after the block; inside it, gin logs no files that it misses."""
-    prefixes = [*gin.config._LOCATION_PREFIXES]
-    try:
-        with only_records(None, _is_worth_logging):
-            yield
-    finally:
-        gin.config._LOCATION_PREFIXES[:] = prefixes
-
-
 def bound() -> Mapping[tuple[str, str], Mapping[str, Any]]:
     """(scope, selector) -> argument -> value, as written: references are not resolved."""
     return gin.config._CONFIG
@@ -420,16 +409,20 @@ def _open_address(path: str) -> IO[str]:
 
 
 @contextlib.contextmanager
-def search_only(*folders: str) -> Iterator[None]:
-    """Lets gin find files by their path, then in these folders, and nowhere else."""
+def search_only(*folders: str, in_packages: bool) -> Iterator[None]:
+    """Lets gin find files by their path, then in these folders; it logs no folder without a file.
+
+    Args:
+      *folders: The folders, in the order of the search.
+      in_packages: Whether gin also looks for files in installed packages.
+    """
     prefixes, readers = gin.config._LOCATION_PREFIXES, gin.config._FILE_READERS
     gin.config._LOCATION_PREFIXES = ["", *folders]
-    # gin's reader of installed packages would find the files of an installed T5X.
-    gin.config._FILE_READERS = [
-        pair for pair in readers if pair[0] is not resource_reader.system_path_reader
-    ]
+    if not in_packages:
+        gin.config._FILE_READERS = [
+            pair for pair in readers if pair[0] is not resource_reader.system_path_reader
+        ]
     try:
-        # gin logs an error for each folder that lacks a file, although another one has it.
         with only_records(None, _is_worth_logging):
             yield
     finally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast, get_args
 
 from t0repro.config.configuration import NotOnJax
@@ -360,15 +360,13 @@ def _check_encoder_and_decoder(
 
 def _check_sizes_agree(arguments: Arguments, encoder: _Tower, decoder: _Tower) -> None:
     """Refuses sizes that differ between towers, or between both kinds of attention."""
-    sizes: list[tuple[str, str, Callable[[_Tower], Any]]] = [
-        ("d_model", _TOWER, lambda tower: tower.options["d_model"])
-    ]
+    towers = (encoder, decoder)
+    sizes = [("d_model", _TOWER, *(tower.options["d_model"] for tower in towers))]
     for kind, number in (("DenseReluDense", -1), ("SelfAttention", 0)):
-        for size in _SIZES[kind]:
-            read = lambda tower, at=number, size=size: tower.layers[at].arguments[size]  # noqa: E731
-            sizes.append((size, f"transformer_layers.{kind}", read))
-    for argument, name, read in sizes:
-        in_encoder, in_decoder = read(encoder), read(decoder)
+        layers = [tower.layers[number].arguments for tower in towers]
+        name = f"transformer_layers.{kind}"
+        sizes += [(size, name, layers[0][size], layers[1][size]) for size in _SIZES[kind]]
+    for argument, name, in_encoder, in_decoder in sizes:
         if in_encoder != in_decoder:
             what = f"{argument} = {in_encoder!r} in the encoder and {in_decoder!r} in the decoder"
             arguments.refuse(what, argument, name)

@@ -100,8 +100,6 @@ def _parse_files(inputs: MeshInputs) -> Bindings:
         skip = (*deprecated_references(), *(skip or ()))
     # gin's state is global to the process, which may have parsed another command line before.
     gin.clear_config()
-    for prefix in mesh_folders(inputs.location_prefixes):
-        gin.add_config_file_search_path(prefix)
     door.extend_readers()
     allowlist = inputs.import_allowlist
     # Modules of --module_import are allowed in gin files too.
@@ -109,7 +107,8 @@ def _parse_files(inputs: MeshInputs) -> Bindings:
     for cache_dir in inputs.cache_dirs:
         check_address(cache_dir, _CACHE_DIRS)
     # Parse defaults.gin first, so that files and parameters override it.
-    with record_bindings() as bindings:
+    folders = mesh_folders(inputs.location_prefixes)
+    with record_bindings() as bindings, door.search_only(*folders, in_packages=True):
         gin.parse_config_files_and_bindings(
             [default_bindings(), *inputs.gin_files],
             list(inputs.gin_params),

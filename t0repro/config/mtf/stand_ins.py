@@ -72,7 +72,7 @@ def register() -> Iterator[None]:
 
     gin.clear_config()
     try:
-        with door.restore_search_path(), door.replace_import(import_named):
+        with door.replace_import(import_named):
             yield
     finally:
         gin.clear_config()

@@ -135,7 +135,8 @@ def _files_in_gin(inputs: T5xInputs) -> Iterator[tuple[Bindings, modules.Imports
         door.isolate_config(modules.__name__, "optax."),
         modules.serve_modules() as imports,
         record_bindings("--gin_bindings") as bindings,
-        door.search_only(*inputs.gin_search_paths, str(shipped_files())),
+        # gin would find the files of an installed T5X among its packages.
+        door.search_only(*inputs.gin_search_paths, str(shipped_files()), in_packages=False),
     ):
         # Check module imports while parsing, because that is when gin runs them.
         restrict_imports(inputs.import_allowlist)
