@@ -539,11 +539,7 @@ def load_any(
 
 
 def open_any(
-    path: str | os.PathLike[str],
-    step: int | None = None,
-    *,
-    slots: bool = True,
-    encoder_only: bool = False,
+    path: str | os.PathLike[str], step: int | None = None, *, slots: bool = True
 ) -> dict[str, StoredTensor]:
     """Opens a checkpoint of any format as T5X's flat tree, whose tensors are read when used.
 
@@ -551,7 +547,6 @@ def open_any(
       path: See `find_checkpoint`.
       step: See `find_checkpoint`.
       slots: False omits the optimizer slots.
-      encoder_only: Whether the checkpoint may be an encoder alone.
 
     Returns:
       Flat key -> tensor, as `load_any` returns them, but without zeros for unused slots.
@@ -559,13 +554,13 @@ def open_any(
     Raises:
       UserError: If there is no checkpoint, or it is incomplete or not a T5.
     """
-    return open_tree(find_checkpoint(path, step), slots=slots, encoder_only=encoder_only)
+    return open_tree(find_checkpoint(path, step), slots=slots)
 
 
 def open_tree(
     ref: CheckpointRef, *, slots: bool = True, encoder_only: bool = False
 ) -> dict[str, StoredTensor]:
-    """Opens a checkpoint that was found; see `open_any`."""
+    """Opens a checkpoint that was found, even an encoder alone if asked; see `open_any`."""
     reader = open_checkpoint(ref)
     family = check_checkpoint(reader)
     if family.encoder_only and not encoder_only:

@@ -9,7 +9,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol
 
 import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy: np.dtype("bfloat16"))
 import numpy as np
@@ -19,7 +19,6 @@ from t0repro.errors import UserError
 from t0repro.parameters.naming import PARAMETERS, STEP, NormNames
 
 Format = Literal["mtf", "t5x", "jax", "hf", "peft"]
-FORMATS: tuple[Format, ...] = get_args(Format)
 
 
 @dataclasses.dataclass(frozen=True)

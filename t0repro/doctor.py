@@ -149,9 +149,6 @@ def check(name: str, look: Callable[[], tuple[State, str, str]]) -> Finding:
         return Finding(name, "broken", f"{type(error).__name__}: {error}".split("\n")[0], _SETUP)
 
 
-# ---- Core ---------------------------------------------------------------------------------------
-
-
 def _python() -> tuple[State, str, str]:
     recent = sys.version_info >= (3, 11)
     state: State = "ok" if recent else "broken"
@@ -238,9 +235,6 @@ def _train_one_step() -> tuple[float, float]:
             before = float(session.run(value))
             session.run(step)
             return before, float(session.run(value))
-
-
-# ---- Extras and data ----------------------------------------------------------------------------
 
 
 def _extra(name: str, modules: tuple[str, ...]) -> Finding:

@@ -195,9 +195,6 @@ def _line_printer(
     return advance
 
 
-# ---- Which records of libraries' logs are printed ------------------------------------------------
-
-
 @contextlib.contextmanager
 def only_records(
     name: str | None, is_worth_logging: Callable[[logging.LogRecord], bool]

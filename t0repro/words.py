@@ -74,8 +74,6 @@ def _visible(char: str) -> str:
     return char
 
 
-# ---- Names that the reader knows by another word -------------------------------------------------
-
 _names: dict[str, str] = {}
 
 
@@ -102,8 +100,6 @@ def as_reader_knows(text: str) -> str:
         text = text.replace(name, shown)
     return text
 
-
-# ---- Passwords and tokens kept out of messages, logs and files -----------------------------------
 
 # The user and password of an address: all up to the last @ before its path.
 _USER = re.compile(r"(?<=://)[^\s/?#'\"<>]*@")

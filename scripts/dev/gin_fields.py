@@ -14,6 +14,7 @@ import gin
 from t0repro.config.decoding import DecodingConfig
 from t0repro.config.model import Layout, ModelConfig
 from t0repro.config.mtf import stand_ins
+from t0repro.config.mtf.optimizer import SCHEDULES
 from t0repro.config.mtf.refusals import known_bindings
 from t0repro.config.optimizer import AdafactorConfig, AdamWeightDecayConfig
 from t0repro.config.run import EvalRun, InferRun, MeshEvalRun, TextRun, TrainRun
@@ -82,12 +83,15 @@ def mesh_tables() -> Iterator[str]:
     for name, known in sorted(known_bindings().items()):
         yield f"### `{name}`\n"
         parameters = stand_ins.signature_of(name).parameters
-        arguments = sorted(set(parameters if known is ... else known) - {"self"})
+        # A schedule's are those of the function's that a run may bind; all schedules share a list.
+        arguments = set(parameters if known is ... else known) - {"self"}
+        if name in SCHEDULES:
+            arguments &= parameters.keys()
         if not arguments:
             yield "Only its defaults.\n"
             continue
         yield "| argument | default |\n|---|---|"
-        for argument in arguments:
+        for argument in sorted(arguments):
             shown = gin_default(parameters[argument]) if argument in parameters else "passed on"
             yield f"| `{argument}` | {shown} |"
         yield ""

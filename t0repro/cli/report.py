@@ -23,7 +23,7 @@ from t0repro.cli.options import (
 from t0repro.cli.paths import output, source
 from t0repro.cli.results import echo, print_json, print_written, show_page
 from t0repro.errors import UserError
-from t0repro.lm_eval.files import import_results
+from t0repro.lm_eval.results import import_results
 from t0repro.reports.comparison_page import history_page, losses_in_words, scores_in_words
 from t0repro.reports.history import read_history
 from t0repro.reports.make_report import ExtraContent, ReportOptions, make_report

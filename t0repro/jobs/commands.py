@@ -260,9 +260,6 @@ def _check_gin(settings: JobSettings) -> tuple[frozenset[str], list[str]]:
     return macros, warnings
 
 
-# ---- Runs auxiliary jobs' commands with --dry_run, before the first checkpoint -------------------
-
-
 def check_by_dry_run(
     settings: JobSettings, macros: frozenset[str], environment: Mapping[str, str]
 ) -> list[str]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import glob
 import hashlib
 import json
 import os
@@ -19,14 +18,11 @@ import shutil
 import statistics
 import time
 import urllib.parse
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from t0repro import storage
-from t0repro.converters import sources
-from t0repro.converters.mtf import OPERATIVE_CONFIG
-from t0repro.converters.tensors import CheckpointRef
 from t0repro.errors import UserError
 from t0repro.event_files import MARK, read_scalars
 from t0repro.jobs import commands
@@ -34,18 +30,17 @@ from t0repro.jobs.commands import JobSettings
 from t0repro.jobs.job import Job, Limits
 from t0repro.jobs.journal import FOLDER, JobJournal, Point, PointProgress
 from t0repro.jobs.launcher import Launcher
+from t0repro.jobs.pins import Leases, Links, Pins, complete_checkpoints
 from t0repro.progress import Waiting, say
 from t0repro.storage import (
     absolute_place,
     address_of,
-    leases,
     lock_folder,
     make_folder,
     output_path,
     put_file,
     write_atomically,
 )
-from t0repro.storage.disk import atomic_directory
 from t0repro.storage.locks import LOCK_FILES
 from t0repro.training.run_state import describe_run
 from t0repro.words import counted
@@ -101,7 +96,8 @@ class Controller:
         self._model_dir = absolute_place(model_dir)
         # In a bucket, jobs write to a working copy, which is uploaded.
         self._folder = output_path(self._model_dir / FOLDER)
-        self._pins = _pins_of(self._model_dir, self._folder)
+        is_address = storage.is_address(self._model_dir)
+        self._pins: Pins = Leases(self._model_dir) if is_address else Links(self._folder)
         self._settings = settings
         self._launcher = launcher
         # Jobs that do not see that copy have their files in the bucket itself.
@@ -173,7 +169,7 @@ class Controller:
 
     def _poll_checkpoints(self) -> None:
         """Pins each new checkpoint and notes its points."""
-        for step, ref in _complete_checkpoints(self._model_dir).items():
+        for step, ref in complete_checkpoints(self._model_dir).items():
             points = [Point(step, mixture) for mixture in self._settings.mixtures]
             new = [point for point in points if point not in self._journal.progress]
             if not any(self._is_open(point) for point in points):
@@ -186,7 +182,7 @@ class Controller:
 
     def _try_again(self) -> None:
         """Retries points that an earlier controller gave up, since the cause may be gone."""
-        there = _complete_checkpoints(self._model_dir)
+        there = complete_checkpoints(self._model_dir)
         for point, progress in self._journal.progress.items():
             if progress.state == "given up" and point.step in there:
                 if self._pins.pin(there[point.step]):
@@ -484,150 +480,3 @@ def _files(folder: Path) -> Iterator[Path]:
         for name in names:
             if name not in LOCK_FILES:
                 yield Path(parent, name)
-
-
-# ---- Pins, which keep a checkpoint as long as jobs need it ---------------------------------------
-
-# Even if the training run deletes it. On a disk, a pin is a folder of hard links to the
-# checkpoint's files, under the same names. It takes no space and no time, needs no cooperation from
-# the training program, and outlives the original. Beside it is a copy of the training run's
-# operative_config.gin, which that run may rewrite.
-#
-# In a bucket, a pin is a lease, which a training run on JAX checks before it removes a checkpoint.
-# What it could not remove is removed when the pin is released.
-
-_PINS = "pins"
-
-
-def _complete_checkpoints(model_dir: Path) -> dict[int, CheckpointRef]:
-    """Step -> complete checkpoint in a training run's folder, ascending; {} before the first."""
-    if not model_dir.is_dir():
-        return {}
-    return {ref.step: ref for ref in sources.list_checkpoints(model_dir) if ref.step is not None}
-
-
-def _pins_of(model_dir: Path, folder: Path) -> Pins:
-    """A training run's pins; `folder` stores them on a disk."""
-    return _Leases(model_dir) if storage.is_address(model_dir) else _Links(folder)
-
-
-class Pins(Protocol):
-    """The pins of a training run's checkpoints."""
-
-    def pin(self, ref: CheckpointRef) -> bool:
-        """Pins a checkpoint; returns False if the training run deleted it meanwhile.
-
-        Raises:
-          UserError: if its files differ from what was written.
-        """
-        ...
-
-    def path(self, step: int) -> str | None:
-        """A pinned checkpoint's path: a folder, or the prefix of Mesh TensorFlow's files."""
-        ...
-
-    def unpin_all_but(self, steps: Collection[int]) -> None:
-        """Releases all other steps."""
-        ...
-
-
-class _Links:
-    """Pins on a disk, in `folder`/pins/<step>."""
-
-    def __init__(self, folder: Path):
-        self._place = folder / _PINS
-
-    def pin(self, ref: CheckpointRef) -> bool:
-        """Links a checkpoint's files."""
-        place = self._place / str(ref.step)
-        if place.exists():
-            return True
-        try:
-            # Renamed when it is whole, so that a pin that exists can be used.
-            with atomic_directory(place) as temporary:
-                _link(ref, temporary)
-                copy = str(temporary / os.path.basename(ref.path))
-                sources.open_checkpoint(sources.find_checkpoint(copy))  # checks files and sizes
-        except (FileNotFoundError, UserError):
-            # Deletion takes a while: only part of the checkpoint may have been linked.
-            if ref.step not in _complete_checkpoints(Path(ref.path).parent):
-                return False
-            raise
-        return True
-
-    def path(self, step: int) -> str | None:
-        """The path among the pins, whose name shows the step in both formats."""
-        place = self._place / str(step)
-        if not place.is_dir():
-            return None
-        whole = place / f"checkpoint_{step}"
-        return str(whole if whole.is_dir() else place / f"model.ckpt-{step}")
-
-    def unpin_all_but(self, steps: Collection[int]) -> None:
-        """Removes the other pins, and a killed controller's unfinished one."""
-        kept = {str(step) for step in steps}
-        for name in os.listdir(self._place) if self._place.is_dir() else ():
-            if name not in kept:
-                shutil.rmtree(self._place / name, ignore_errors=True)
-
-
-class _Leases:
-    """Pins in a bucket, which last as long as this process."""
-
-    def __init__(self, model_dir: Path):
-        self._model_dir = model_dir
-        self._held: dict[int, tuple[leases.Lease, str]] = {}
-
-    def pin(self, ref: CheckpointRef) -> bool:
-        """Takes the lease on a checkpoint."""
-        assert ref.step is not None
-        if ref.step in self._held:
-            return True
-        lease = leases.pin(ref.path)
-        if lease is None:
-            return False
-        # The training run may have removed it between the listing and the lease.
-        if ref.step not in _complete_checkpoints(self._model_dir):
-            lease.release()
-            return False
-        self._held[ref.step] = lease, ref.path
-        return True
-
-    def path(self, step: int) -> str | None:
-        """The checkpoint's own address."""
-        return self._held[step][1] if step in self._held else None
-
-    def unpin_all_but(self, steps: Collection[int]) -> None:
-        """Releases the other leases, and removes what the training run could not remove."""
-        for step in self._held.keys() - set(steps):
-            lease, checkpoint = self._held.pop(step)
-            lease.release()
-            # A lease only delays: the training run has marked what it wanted to remove meanwhile.
-            if leases.is_unwanted(checkpoint):
-                # Imported here, since it brings JAX.
-                from t0repro.training.checkpoint_retention import remove_checkpoint
-
-                remove_checkpoint(storage.place(checkpoint))
-
-
-def _link(ref: CheckpointRef, place: Path) -> None:
-    # Only this file beside a checkpoint shows the model's activation and similar settings.
-    beside = Path(ref.path).with_name(OPERATIVE_CONFIG)
-    if beside.is_file():
-        shutil.copy2(beside, place / OPERATIVE_CONFIG)
-    if os.path.isdir(ref.path):
-        shutil.copytree(ref.path, place / os.path.basename(ref.path), copy_function=_link_or_copy)
-        return
-    for path in glob.glob(f"{glob.escape(ref.path)}.*"):
-        _link_or_copy(path, str(place / os.path.basename(path)))
-
-
-def _link_or_copy(source: str, target: str) -> str:
-    try:
-        os.link(source, target)
-    # A file that is gone cannot be copied either; `pin` then asks whether the checkpoint is.
-    except FileNotFoundError:
-        raise
-    except OSError:  # a file system without links
-        shutil.copy2(source, target)
-    return target

@@ -147,9 +147,6 @@ def _was_cut(line: bytes) -> bool:
     return line.startswith(b"{") and not line.endswith(b"}")
 
 
-# ---- The state of a training run's auxiliary jobs, for people and for programs -------------------
-
-
 HEADER = ("checkpoint", "mixture", "state", "attempts", "seconds", "metric")
 
 

@@ -110,9 +110,6 @@ def record_command(model_dir: str) -> None:
         pass  # as in t5: a read-only model_dir gets no record
 
 
-# ---- --use_model_api on Mesh TensorFlow: each --mode is one call of t5's MtfModel ----------------
-
-
 def _run_model_api(flags: Any) -> None:
     """Runs the mode that --mode names.
 

@@ -128,6 +128,6 @@ class ScoreFiles:
             file.discard()  # finds nothing to remove after a commit
 
 
-def _until_eos(ids: np.ndarray, eos: int = 1) -> list[int]:
+def _until_eos(ids: np.ndarray) -> list[int]:
     tokens = np.trim_zeros(np.asarray(ids), "b").tolist()
-    return tokens[: tokens.index(eos) + 1] if eos in tokens else tokens
+    return tokens[: tokens.index(1) + 1] if 1 in tokens else tokens  # T5's EOS

@@ -11,7 +11,7 @@ import pytest
 import t0repro
 from t0repro.errors import UserError
 from t0repro.evaluation.outputs import read_task_scores
-from t0repro.lm_eval.files import import_results
+from t0repro.lm_eval.results import import_results
 from t0repro.tasks.demo.datasets import VOCABULARY
 
 from ..evaluation.small_model import save_adapter

@@ -17,7 +17,7 @@ import yaml
 from t0repro.errors import UserError
 from t0repro.evaluation.outputs import read_task_scores
 from t0repro.evaluation.rank import rank_classification
-from t0repro.lm_eval.files import _digest, export_results, import_results
+from t0repro.lm_eval.results import _digest, export_results, import_results
 
 from ..cli.commands import run
 

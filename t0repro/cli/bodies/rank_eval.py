@@ -35,7 +35,7 @@ from t0repro.evaluation.opened import (
     open_checkpoint,
 )
 from t0repro.evaluation.selection import check_vocabulary, select_tasks, why_not_alone
-from t0repro.lm_eval.files import export_results
+from t0repro.lm_eval.results import export_results
 from t0repro.partitioning.processes import (
     broadcast_from_first,
     enter_in_first,

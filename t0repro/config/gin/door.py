@@ -49,6 +49,14 @@ def short_names() -> set[str]:
     return {selector.rpartition(".")[2] for selector, _ in gin.config._REGISTRY.items()}
 
 
+def short(selector: str) -> str:
+    """`utils.DatasetConfig` of `t5x.utils.DatasetConfig`, as gin files write it."""
+    module, _, name = selector.rpartition(".")
+    if module.rpartition(".")[2][:1].isupper():  # a method of a class
+        return f"{short(module)}.{name}"
+    return f"{module.rpartition('.')[2]}.{name}".lstrip(".")
+
+
 def find_selector(function: Any) -> str | None:
     """The selector under which a function or class is registered; None if it is not."""
     registered = gin.config._inverse_lookup(function)

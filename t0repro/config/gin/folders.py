@@ -62,6 +62,11 @@ def is_shipped(place: str) -> bool:
     return place.startswith(shipped) or "/t0repro/gin/" in place
 
 
+def strip_folder(place: str) -> str:
+    """A place without this package's folder, such as `t5x/configs/runs/pretrain.gin:17`."""
+    return place.replace(f"{shipped_files()}/", "")
+
+
 def open_file(name: str, folders: Sequence[str]) -> tuple[str, str] | None:
     """The path and text of a gin file, searched for as gin does; None if it is nowhere.
 

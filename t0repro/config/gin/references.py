@@ -18,15 +18,13 @@ _BIND_INSTEAD = {
 }
 
 
-def check_references(
-    bindings: Bindings, *, read_by_t5: tuple[str, ...] = (), overrides: str = "--gin_param"
-) -> list[str]:
+def check_references(bindings: Bindings) -> list[str]:
     """Checks that every reference has a target, and that every macro set is read.
+
+    In Mesh TensorFlow's files, whose macro for the mixture t5 reads by name.
 
     Args:
       bindings: Bindings of the parsed configuration, before gin finalizes it.
-      read_by_t5: Macros that code reads by name.
-      overrides: Prefix of the places of command-line overrides.
 
     Returns:
       Warnings: macros in the user's files that nothing reads, and macros on the command line whose
@@ -36,7 +34,7 @@ def check_references(
       UserError: For a reference without a target, and for a macro on the command line that nothing
         reads, which is usually misspelled; with the nearest known names.
     """
-    macros, read = door.bound_macros(), set(read_by_t5)
+    macros, read = door.bound_macros(), {"MIXTURE_NAME"}
     # Unread macros are found by exclusion, so look at every binding.
     for (scope, selector), arguments in door.bound().items():
         for argument, value in arguments.items():
@@ -47,7 +45,7 @@ def check_references(
     return check_macros_are_read(
         bindings,
         read,
-        overrides=overrides,
+        overrides="--gin_param",
         is_shipped=is_shipped,
         instead=lambda name: _instead(name, read),
     )

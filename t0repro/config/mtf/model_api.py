@@ -57,7 +57,6 @@ class FoundCheckpoint(Protocol):
         ...
 
 
-Flags = Any  # absl's, of t5_mesh_transformer
 # Maps a directory and a step (None for the latest) to the checkpoint there.
 FindCheckpoint = Callable[[str, int | None], FoundCheckpoint]
 

@@ -71,8 +71,7 @@ def parse(inputs: MeshInputs, *, warn: bool = True, with_packages: bool = True) 
         load_tasks(inputs.module_imports, into_seqio=True)
     with configuration_errors():
         bindings = _parse_files(inputs)
-        # t5 reads the mixture's macro by name, to find the vocabulary.
-        for warning in check_references(bindings, read_by_t5=("MIXTURE_NAME",)):
+        for warning in check_references(bindings):
             if warn:
                 print(printable(f"warning: {warning}"), file=sys.stderr)
     # By now the place that binds the mixture's name is known.

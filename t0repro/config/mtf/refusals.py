@@ -22,7 +22,7 @@ from t0repro.config.gin.folders import is_shipped
 from t0repro.config.model import ModelType
 from t0repro.config.mtf.arguments import DECODER_ONLY, TOWERS, Arguments, full_name, scopes_read
 from t0repro.config.mtf.optimizer import OPTIMIZERS, SCHEDULES
-from t0repro.config.mtf.stand_ins import signature_of
+from t0repro.config.optimizer import ScheduleConfig
 from t0repro.config.run import MeshEvalRun, TextRun, TrainRun
 from t0repro.config.settings import (
     alternatives,
@@ -31,6 +31,7 @@ from t0repro.config.settings import (
     describe_type,
     fits,
     list_parts,
+    range_of,
 )
 from t0repro.errors import UserError, nearest_names
 
@@ -257,10 +258,9 @@ def known_bindings() -> Mapping[str, set[str] | EllipsisType]:
     for name, arguments in {**dict.fromkeys(_DEFAULTS_ALONE, ()), **_OTHERS}.items():
         known.setdefault(full_name(name), set()).update(arguments)
     every = dict.fromkeys(map(full_name, _ANY_ARGUMENT), ...)
-    schedules = {
-        name: {*signature_of(name).parameters} - {"step", "total_train_steps"} for name in SCHEDULES
-    }
-    return {**known, **schedules, **every}
+    # `run` passes the others, the step and the number of steps.
+    of_schedules = {*(range_of(ScheduleConfig, "arguments") or ()), "factors"}
+    return {**known, **dict.fromkeys(SCHEDULES, of_schedules), **every}
 
 
 def _is_read(key: Key, value: Any, scopes: tuple[str, ...]) -> bool:

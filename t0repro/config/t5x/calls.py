@@ -10,7 +10,8 @@ from typing import Any, NoReturn, TypeVar
 from t0repro.config.checkpoints import BestCheckpoints, RestoreConfig, SaveConfig
 from t0repro.config.data import EvaluatorConfig, LoggerConfig, SeqioDataConfig
 from t0repro.config.gin import door
-from t0repro.config.gin.folders import shipped_files
+from t0repro.config.gin.door import short
+from t0repro.config.gin.folders import strip_folder
 from t0repro.config.run import UserClass
 from t0repro.config.settings import arguments_of, check_field, fixed_values
 from t0repro.config.t5x.arguments import (
@@ -163,19 +164,6 @@ def calls_in(value: Any) -> Iterator[Call]:
     elif isinstance(value, Mapping | list | tuple):
         for item in value.values() if isinstance(value, Mapping) else value:
             yield from calls_in(item)
-
-
-def short(selector: str) -> str:
-    """`utils.DatasetConfig` of `t5x.utils.DatasetConfig`, as gin files write it."""
-    module, _, name = selector.rpartition(".")
-    if module.rpartition(".")[2][:1].isupper():  # a method of a class
-        return f"{short(module)}.{name}"
-    return f"{module.rpartition('.')[2]}.{name}".lstrip(".")
-
-
-def strip_folder(place: str) -> str:
-    """A place without this package's folder, such as `t5x/configs/runs/pretrain.gin:17`."""
-    return place.replace(f"{shipped_files()}/", "")
 
 
 def build(value: Any, places: dict[str, str], prefix: str) -> Any:

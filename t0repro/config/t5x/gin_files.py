@@ -10,14 +10,14 @@ from typing import Any
 
 import gin
 from t0repro.config.gin import door
-from t0repro.config.gin.door import MACRO, Bindings, Reference, record_bindings
+from t0repro.config.gin.door import MACRO, Bindings, Reference, record_bindings, short
 from t0repro.config.gin.errors import configuration_errors
-from t0repro.config.gin.folders import shipped_files
+from t0repro.config.gin.folders import shipped_files, strip_folder
 from t0repro.config.gin.imports import check_allowed, list_imports, restrict_imports
 from t0repro.config.gin.references import check_macros_are_read
 from t0repro.config.t5x import modules
 from t0repro.config.t5x.arguments import PROGRAMS
-from t0repro.config.t5x.calls import Call, short, strip_folder
+from t0repro.config.t5x.calls import Call
 from t0repro.config.t5x.modules import WrongArgument, function_for
 from t0repro.errors import NONE_IS_SIMILAR, UserError, nearest_names
 from t0repro.words import without_passwords
@@ -90,6 +90,7 @@ def parse(inputs: T5xInputs) -> Parsed:
         reached = _list_calls(program, bindings)
         warnings = _check_macros(reached, bindings) + _check_overrides(reached, bindings)
         warnings += _absent_modules(inputs, imports.absent)
+        values = tuple(_values(reached, bindings))
         # An override may have replaced what read a macro that the files leave to the user.
         door.forget_required(_macros(reached))
         gin.finalize()
@@ -104,7 +105,6 @@ def parse(inputs: T5xInputs) -> Parsed:
             if module and module not in imports.users:
                 check_allowed(module, inputs.import_allowlist, data.places["module"])
                 imports.users.append(module)
-        values = tuple(_values(reached, bindings))
         text = without_passwords(gin.operative_config_str())
         return Parsed(called, values, tuple(imports.users), tuple(warnings), text)
 

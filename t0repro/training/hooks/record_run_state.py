@@ -15,17 +15,14 @@ from t0repro.training.loop import Hook, TrainingLoop
 from t0repro.training.metrics import StepMetrics
 from t0repro.training.run_state import RUN_STATE_FILE, RunState, State
 
+_SECONDS_BETWEEN_UPDATES = 5.0
+
 
 class RecordRunState(Hook):
-    """Keeps model_dir/run_state.json up to date.
+    """Keeps model_dir/run_state.json up to date."""
 
-    Args:
-      model_dir: the run's folder.
-      interval: seconds between updates.
-    """
-
-    def __init__(self, model_dir: str | os.PathLike[str], interval: float = 5.0):
-        self._path, self._interval = output_path(model_dir) / RUN_STATE_FILE, interval
+    def __init__(self, model_dir: str | os.PathLike[str]):
+        self._path = output_path(model_dir) / RUN_STATE_FILE
         # A short window, so that the speed is that of the latest steps, however slow the start was.
         self._recent: deque[StepMetrics] = deque(maxlen=20)
         self._tokens = self._examples = self._first = self._last = 0
@@ -42,7 +39,7 @@ class RecordRunState(Hook):
         self._tokens += metrics.target_tokens
         self._examples += metrics.examples
         # Not at every step: each write waits for the disk.
-        if time.monotonic() - self._written_at >= self._interval:
+        if time.monotonic() - self._written_at >= _SECONDS_BETWEEN_UPDATES:
             self._write("running")
 
     def end(self, loop: TrainingLoop) -> None:
