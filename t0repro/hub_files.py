@@ -209,7 +209,11 @@ class RemoteFiles(abc.ABC):
                 # This server has never responded: there is probably no network, and retrying would
                 # only delay the message.
                 if not self._reached or delay is None:
-                    raise self._unreachable(error) from error
+                    raise UserError(
+                        f"The server cannot be reached ({type(error).__name__}).",
+                        where=self.base_url,
+                        fix=self.unreachable_fix,
+                    ) from error
                 reason = type(error).__name__
             else:
                 # Callers handle 404 and 416.
@@ -301,13 +305,6 @@ class RemoteFiles(abc.ABC):
                 except urllib3.exceptions.HTTPError as cut:
                     error = type(cut).__name__
         return came - have, error
-
-    def _unreachable(self, error: Exception) -> UserError:
-        return UserError(
-            f"The server cannot be reached ({type(error).__name__}).",
-            where=self.base_url,
-            fix=self.unreachable_fix,
-        )
 
 
 class HubRepository(RemoteFiles):

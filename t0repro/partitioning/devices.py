@@ -269,7 +269,10 @@ class Partitioning:
             parameter in theirs); shapes are enough.
         """
         flat, structure = jax.tree_util.tree_flatten_with_path(tree)
-        named = [(_name(path), tuple(leaf.shape)) for path, leaf in flat]
+        named = [
+            (jax.tree_util.keystr(path, simple=True, separator="/"), tuple(leaf.shape))
+            for path, leaf in flat
+        ]
         # Shard stacked layers (t0repro.model.towers) as each single layer would be.
         stacks = [f"/{naming.LAYERS}/" in name for name, _ in named]
         single = [
@@ -522,7 +525,3 @@ def _arrange(
     # Auto: XLA decides whatever `constrain` leaves open.
     mesh = Mesh(array, (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
     return Partitioning(mesh, fully_sharded, available)
-
-
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")

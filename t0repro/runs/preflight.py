@@ -33,6 +33,7 @@ once.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -128,7 +129,7 @@ def check_training(
         "infer_eval": plan.infer_eval_data,
     }
     listed = [
-        Check(name, Cost.TASKS, _data_check(data, config.model, vocabularies, name))
+        Check(name, Cost.TASKS, functools.partial(_data, data, config.model, vocabularies, name))
         for name, data in datasets.items()
         if isinstance(data, SeqioDataConfig)
     ]
@@ -144,13 +145,6 @@ def check_training(
     listed.insert(0, Check("batch", Cost.NAMES, lambda: _batch(config)))
     listed.insert(1, Check("schedule", Cost.NAMES, lambda: _schedule(config)))
     run_checks(listed, _named(report))
-
-
-def _data_check(
-    data: SeqioDataConfig, model: ModelConfig, vocabularies: tuple[Any, Any], reads: str
-) -> Callable[[], Iterator[str]]:
-    # A function of its own: a lambda in the loop would only see the last dataset.
-    return lambda: _data(data, model, vocabularies, reads)
 
 
 def _named(report: Report | None) -> Callable[[str, str], None]:

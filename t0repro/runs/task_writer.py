@@ -181,7 +181,9 @@ class TaskWriter:
         return results
 
     def _output(self, name: str) -> TaskOutput:
-        truncation = TruncationCounter(_features(name), self._config.sequence_length)
+        truncation = TruncationCounter(
+            find_task(name).output_features, self._config.sequence_length
+        )
         folder = self._path if self._config.output_eval_examples else None
         return TaskOutput(self._judges[name], self._checkpoint.step, folder, truncation)
 
@@ -224,10 +226,6 @@ def _settings(config: MeshEvalRun) -> EvaluationSettings:
         activation=config.dtypes.activation,
         use_cached=data.use_cached,
     )
-
-
-def _features(name: str) -> Mapping[str, Any]:
-    return find_task(name).output_features
 
 
 def evaluation_folder(config: MeshEvalRun) -> Path:

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from t0repro.adapters import Adapter
 from t0repro.config.checkpoints import RestoreConfig
@@ -38,8 +38,6 @@ from t0repro.config.t5x.model import (
 )
 from t0repro.config.t5x.optimizer import read_optimizer, read_schedule
 from t0repro.errors import UserError
-
-_ACTION_MODES = ("TRAIN", "TRAIN_EVAL", "INFER_EVAL")
 
 
 def read_train_run(parsed: Parsed) -> TrainRun:
@@ -122,8 +120,8 @@ def _check_program(program: Call) -> None:
             "Bind @seqio.Evaluator, or train.infer_eval_dataset_cfg = None.",
         )
     for mode in program["actions"] or {}:
-        if mode not in _ACTION_MODES:
-            words = ", ".join(map(repr, _ACTION_MODES))
+        if mode not in get_args(ActionMode):
+            words = ", ".join(map(repr, get_args(ActionMode)))
             why, fix = f"it must be one of {words}.", f"Bind one of {words}."
             program.refuse("actions", why, fix, value=mode)
     restore = program["checkpoint_cfg"]["restore"]
