@@ -189,7 +189,7 @@ OptimizerConfig = (
 
 
 # Those that must be above 0 are divisors in the schedules' formulas.
-_SCHEDULE_RANGES = {
+SCHEDULE_RANGES = {
     "value": Range(at_least=0),
     "learning_rate": Range(at_least=0),
     "initial_lr": Range(at_least=0),
@@ -223,6 +223,6 @@ class ScheduleConfig:
     """
 
     name: Annotated[str, Only(t5x="create_learning_rate_scheduler")]
-    arguments: Annotated[Mapping[str, Any], _SCHEDULE_RANGES, Only(t5x=RULE)]
+    arguments: Annotated[Mapping[str, Any], SCHEDULE_RANGES, Only(t5x=RULE)]
     # A schedule may cover several runs, so this need not be where this one ends.
     total_train_steps: Annotated[int, Range(at_least=0, at_most=MOST_32), T5x("train.total_steps")]

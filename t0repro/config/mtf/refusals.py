@@ -22,7 +22,7 @@ from t0repro.config.gin.folders import is_shipped
 from t0repro.config.model import ModelType
 from t0repro.config.mtf.arguments import DECODER_ONLY, TOWERS, Arguments, full_name, scopes_read
 from t0repro.config.mtf.optimizer import OPTIMIZERS, SCHEDULES
-from t0repro.config.optimizer import ScheduleConfig
+from t0repro.config.optimizer import SCHEDULE_RANGES
 from t0repro.config.run import MeshEvalRun, TextRun, TrainRun
 from t0repro.config.settings import (
     alternatives,
@@ -31,7 +31,6 @@ from t0repro.config.settings import (
     describe_type,
     fits,
     list_parts,
-    range_of,
 )
 from t0repro.errors import UserError, nearest_names
 
@@ -259,7 +258,7 @@ def known_bindings() -> Mapping[str, set[str] | EllipsisType]:
         known.setdefault(full_name(name), set()).update(arguments)
     every = dict.fromkeys(map(full_name, _ANY_ARGUMENT), ...)
     # `run` passes the others, the step and the number of steps.
-    of_schedules = {*(range_of(ScheduleConfig, "arguments") or ()), "factors"}
+    of_schedules = {*SCHEDULE_RANGES, "factors"}
     return {**known, **dict.fromkeys(SCHEDULES, of_schedules), **every}
 
 
