@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import hypothesis
@@ -62,6 +63,21 @@ def test_a_long_test_waits_and_tests_share_their_files_fixtures():
     expected |= {"b::fixtures": 5.0, "c::fixtures": 5.0}
     names = expected.keys() - {"b::fixtures", "c::fixtures"} | {"a::new"}
     assert schedule.short_tests(names, expected) == {"a::short", "a::new", "b::one", "b::two"}
+
+
+def test_every_test_has_its_turn_and_a_days_tests_fit_or_one_runs_alone():
+    hour, third = 10 * schedule.TURN, schedule.TURN / 3
+    recorded = {"a": third, "b": hour, "c": third, "d": 2 * third, "f": 0.0}
+    assert schedule.turns("fedcbag", recorded) == [["a"], ["b"], ["c", "d"], ["e", "f", "g"]]
+    assert schedule.turns("a", {"a": 0.0}) == [["a"]]
+
+
+def test_what_was_not_run_keeps_its_time_while_it_is_there():
+    here = f"tests/{Path(__file__).name}"
+    assert schedule.exists(f"{here}::test_what_was_not_run_keeps_its_time_while_it_is_there[x]")
+    assert schedule.exists(f"{here}::{schedule.FIXTURES}")
+    assert not schedule.exists(f"{here}::test_of_yesterday")
+    assert not schedule.exists("tests/test_of_yesterday.py::test_a")
 
 
 def test_times_are_read_as_they_were_written(tmp_path):

@@ -9,8 +9,8 @@ Of a parametrized test whose cases took more than BUDGET seconds together, the c
 took no more, and one at least. A test that Hypothesis draws examples for draws as many as take
 BUDGET seconds. A test that even so takes more than LONG seconds does not run, unless it is marked
 "always"; nor do a file's tests if each takes more with its share of the file's fixtures. With --all
-every test, case and example runs, with --part 2/8 those of an eighth of the files. Whoever names
-files or tests gets all of them.
+every test, case and example runs, with --part 2/8 those of an eighth of the files, with --turn 17
+the slow tests whose turn is on day 17. Whoever names files or tests gets all of them.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from t0repro.words import counted
 
 BUDGET = 2.0  # seconds of processor time for the cases of one test
 LONG = 3.0  # for a test
+TURN = 360.0  # for the tests of a day's turn
+UNKNOWN = TURN / 3  # what a test without a record is taken for there
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED, LATEST = ROOT / "tests" / "seconds.json", ROOT / "build" / "test_seconds.json"
 # Of a file: what its fixtures of wider scope than a test take.
@@ -50,6 +52,8 @@ def add_options(parser: pytest.Parser) -> None:
         group.addoption(option, action="store_true", help=text)
     text = "the K-th of N parts of the files as with --all, beside what runs without"
     group.addoption("--part", metavar="K/N", default="0/1", help=text)
+    text = "of the slow tests, those of a day's turn"
+    group.addoption("--turn", metavar="DAY", type=int, help=text)
 
 
 class Schedule:
@@ -70,7 +74,11 @@ class Schedule:
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[Any]) -> None:
         """Leaves out what is not to run; the files that take longest come first."""
         asked = config.getoption
-        if not (asked("--all") or asked("--record")):
+        chosen = {item.nodeid for item in items}
+        if (day := asked("--turn")) is not None:
+            days = turns((x.nodeid for x in items if is_slow(x)), self._recorded)
+            chosen = set(days[day % len(days)])
+        elif not (asked("--all") or asked("--record")):
             number, parts = map(int, asked("--part").split("/"))
             whole = {
                 item.nodeid
@@ -82,9 +90,8 @@ class Schedule:
             cheapest = cheapest_cases(items, expected)
             always = {item.nodeid for item in items if item.get_closest_marker("always")}
             chosen = short_tests(cheapest, expected) | cheapest & always | whole
-            left_out = [item for item in items if item.nodeid not in chosen]
-            config.hook.pytest_deselected(items=left_out)
-            items[:] = [item for item in items if item.nodeid in chosen]
+        config.hook.pytest_deselected(items=[x for x in items if x.nodeid not in chosen])
+        items[:] = [item for item in items if item.nodeid in chosen]
         length = by_file(self._known, (item.nodeid for item in items))
         items.sort(key=lambda item: -length[file_of(item.nodeid)])
 
@@ -156,10 +163,13 @@ class Schedule:
         write(LATEST, read(LATEST) | taken)
         if self._config.getoption("--record"):
             taken = {name: x for name, x in taken.items() if decides(name, taken)}
-            for name, x in self._recorded.items():  # of other files
-                if file_of(name) not in files and (ROOT / file_of(name)).exists():
-                    taken[name] = x
-            write(RECORDED, taken)
+            run = {test_of(name) for name in self._passed | fixtures}
+            others = {
+                name: x
+                for name, x in self._recorded.items()
+                if test_of(name) not in run and exists(name)
+            }
+            write(RECORDED, others | taken)
 
 
 def cheapest_cases(items: Iterable[pytest.Item], recorded: Seconds) -> set[str]:
@@ -221,6 +231,24 @@ def short_tests(names: set[str], expected: Seconds) -> set[str]:
     return {name for name in short if file_of(name) in files}
 
 
+def turns(names: Iterable[str], recorded: Seconds) -> list[list[str]]:
+    """Node ids by day: TURN seconds a day at most, and what takes longer alone."""
+    days: list[list[str]] = []
+    left = 0.0
+    for name in sorted(names):
+        left -= recorded.get(name, UNKNOWN)
+        if not days or left < 0:
+            days.append([])
+            left = TURN - recorded.get(name, UNKNOWN)
+        days[-1].append(name)
+    return days
+
+
+def is_slow(item: pytest.Item) -> bool:
+    """Whether continuous integration runs it by turns, and not each night."""
+    return bool(item.get_closest_marker("slow")) and not item.get_closest_marker("hardlife")
+
+
 def by_file(known: Seconds, ids: Iterable[str]) -> Seconds:
     """What the tests of each file take together, with its fixtures."""
     length: Seconds = collections.defaultdict(float)
@@ -242,6 +270,17 @@ def decides(name: str, taken: Seconds) -> bool:
 
 def file_of(name: str) -> str:
     return name.partition("::")[0]
+
+
+def test_of(name: str) -> str:
+    return name.partition("[")[0]
+
+
+def exists(name: str) -> bool:
+    """Whether a test, or a file's fixtures, may still be there."""
+    file, _, test = test_of(name).partition("::")
+    path, function = ROOT / file, f"def {test.rpartition('::')[2]}("
+    return path.exists() and (test == FIXTURES or function in path.read_text())
 
 
 def read(path: Path) -> Seconds:
