@@ -32,6 +32,11 @@ _XLA_FLAGS = [
 if importlib.metadata.version("jaxlib").startswith("0.10."):  # 0.11 has the newer emitters alone
     _XLA_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", " ".join(_XLA_FLAGS))
+# All processes share the programs that JAX compiles, with those of earlier runs: the same tiny
+# models are compiled in many tests and in the commands that they start. JAX finds a program by a
+# hash of all that it was compiled from. It reads these when a folder's conftest.py imports it.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(kept.FOLDER / "programs"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("GLIBC_TUNABLES", "")  # else each command measures huge pages and restarts
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
@@ -57,14 +62,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Lets all processes share the programs that JAX compiles, with those of earlier runs.
-
-    The same tiny models are compiled in many tests and in the commands that they start. JAX finds a
-    program by a hash of all that it was compiled from.
-    """
     config.pluginmanager.register(schedule.Schedule(config))
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(kept.FOLDER / "programs"))
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
     if not hasattr(config, "workerinput"):
         kept.remove_old()
 

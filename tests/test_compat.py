@@ -12,6 +12,7 @@ from t0repro import compat
 from t0repro.event_files import event_writer
 
 from .helpers import commands
+from .helpers.kept import COMPAT
 from .mtf.mesh_commands import run_python
 
 pytestmark = pytest.mark.mtf
@@ -72,14 +73,19 @@ for left_out in [None, *NAMES]:
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str | None, tuple[list[str], str]]:
+def outcomes(once) -> dict[str | None, tuple[list[str], str]]:
     """Patch left out (None: none) -> the types and the message of what was raised.
 
     With all patches, a model that needs torch is made after the imports.
     """
-    ended = run_python(f"NAMES = {list(NEEDED)!r}\n{NO_TORCH}{WITHOUT_EACH}")
-    assert ended.returncode == 0, ended.stderr
-    answers = [json.loads(line) for line in ended.stdout.splitlines()]
+
+    def fill(folder):
+        ended = run_python(f"NAMES = {list(NEEDED)!r}\n{NO_TORCH}{WITHOUT_EACH}")
+        assert ended.returncode == 0, ended.stderr
+        (folder / "outcomes").write_text(ended.stdout)
+
+    folder = once("without_each_patch", fill, COMPAT, Path(__file__))
+    answers = map(json.loads, (folder / "outcomes").read_text().splitlines())
     return {left_out: (kinds, message) for left_out, kinds, message in answers}
 
 
