@@ -4,8 +4,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from t0repro.converters.convert import convert
 from t0repro.converters.jax_tree import add_dummies, find_dummies
+from t0repro.converters.sources import load_any
 from t0repro.parameters import naming
+from t0repro.parameters.shape import ModelShape
+
+from .checkpoint_files import assert_same_bits
 
 
 def tree_of(shapes: list[tuple[int, ...]], factored: bool, momentum: bool) -> dict[str, np.ndarray]:
@@ -40,3 +45,15 @@ def test_dummies_are_told_from_slots_of_the_same_shape(shapes, factored, momentu
 def test_a_tree_without_slots_gets_no_dummies():
     tree = {"target/a": np.ones((2, 3))}
     assert add_dummies(tree) == tree
+
+
+def test_a_scanned_decoder_alone_is_read_layer_by_layer(
+    mesh_variables, write_mesh_checkpoint, tmp_path
+):
+    family = ModelShape(0, 2, 4, 8, 2, 2, 16, 4, ("wi_0", "wi_1"), False)
+    source = write_mesh_checkpoint(tmp_path / "source", mesh_variables(family))
+    (source / "operative_config.gin").write_text("Unitransformer.input_full_attention = False\n")
+    convert(source, tmp_path / "scanned", "t5x", scan=True, slots=False)
+    tree = {name: x for name, x in load_any(source).items() if name.startswith("target/")}
+    scanned = load_any(tmp_path / "scanned")
+    assert_same_bits(tree, {name: scanned[name] for name in scanned if name in tree})
