@@ -13,6 +13,7 @@ from flax import serialization
 from t0repro.converters.convert import convert
 from t0repro.converters.inspection import verify
 from t0repro.converters.sources import find_checkpoint, load_any
+from t0repro.converters.t5x_msgpack import FlaxFile
 from t0repro.errors import UserError
 
 from .checkpoint_files import assert_same_bits, read_variables
@@ -169,3 +170,10 @@ def test_a_scanned_tree_that_t5x_wrote_is_unstacked_and_stacked_to_the_same_bits
         expected = stored.read(output.name)
         assert array.shape == expected.shape, output.name
         np.testing.assert_array_equal(array, expected, err_msg=output.name)
+
+
+def test_a_msgpack_of_numbers_is_no_flax_model(tmp_path):
+    file = tmp_path / "flax_model.msgpack"
+    file.write_bytes(serialization.msgpack_serialize([1, 2]))
+    with pytest.raises(UserError, match="it holds no tree of arrays"):
+        FlaxFile(str(file))

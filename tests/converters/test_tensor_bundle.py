@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from t0repro.converters import tensor_bundle
 from t0repro.converters.tensor_bundle import BundleReader, BundleWriter, table_of
 from t0repro.errors import UserError
 
@@ -126,6 +127,19 @@ def test_a_changed_byte_of_the_index_is_told(bundle, position):
     content[position % (len(content) - 48)] ^= 0xFF
     index_file(bundle).write_bytes(content)
     with pytest.raises(UserError, match=r"damaged: .*\n.*model\.ckpt-5\.index"):
+        BundleReader(bundle)
+
+
+def test_numbers_that_tensorflow_leaves_out_of_an_entry_are_zeros():
+    # float32 of the shape [0]: TensorFlow writes no field whose number is 0.
+    entry = tensor_bundle._parse_entry(b"\x08\x01\x12\x02\x12\x00")
+    assert (entry.dtype, entry.shape) == (np.float32, (0,))
+    assert (entry.shard, entry.offset, entry.size, entry.masked_crc32c) == (0, 0, 0, 0)
+
+
+def test_a_bundle_of_a_big_endian_machine_is_refused(bundle, monkeypatch):
+    monkeypatch.setattr(tensor_bundle, "table_of", lambda path: {b"": b"\x08\x01\x10\x01"})
+    with pytest.raises(UserError, match="damaged: it was written on a big-endian machine"):
         BundleReader(bundle)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -82,6 +83,12 @@ def test_what_has_no_bound_is_reported():
     assert compared(larger("losses", lambda a: 2 * a), float32=False).passed
 
 
+def test_losses_of_twenty_steps_are_listed_once():
+    twenty = dataclasses.replace(REFERENCE, losses=REFERENCE.losses[:20])
+    found = run._compare_results(twenty, twenty, float32=True, tokens=TOKENS)
+    assert [f.name for f in found if f.kind == "loss"] == ["step 1", "steps 1 to 20"]
+
+
 def test_a_small_entry_is_judged_by_its_tensors_size():
     tensor = TENSOR.copy()
     tensor[1, 1] = 1e-5  # where the reference has 0, and the RMS is 1.6
@@ -151,6 +158,7 @@ def test_a_report_has_both_curves_a_bar_for_each_tensor_its_bound_and_the_source
         tip for tip in of_kinds for plot in errors if f'data-tip="{tip}' in plot
     }
     text = (tmp_path / "parity.md").read_text()
+    assert "Where this comes from" in text
     assert "gin files: dataset.gin." in text and "run.train_steps = 25" in text
 
 
@@ -162,3 +170,12 @@ def test_a_bar_that_departs_and_the_bounds_line_have_a_color_of_their_own(factor
     assert bars == {"activation": 0, "gradient": 2, "first step": 0, "last step": 0}
     bounds = {kind: plot.count("stroke: var(--chance)") for kind, plot in plots.items()}
     assert bounds == {"activation": 2, "gradient": 2, "first step": 2, "last step": 0}
+
+
+def test_bars_of_errors_beyond_the_axis_end_with_it():
+    (finding,) = (f for f in compared(REFERENCE).findings if f.kind == "activation")
+    plots = [
+        report.error_plot([dataclasses.replace(finding, error=x)], "") for x in (1e4, float("inf"))
+    ]
+    first, second = (re.findall(r' d="([^"]*)"', plot) for plot in plots)
+    assert first == second and len(first) > 2
