@@ -47,13 +47,18 @@ def test_a_tree_without_slots_gets_no_dummies():
     assert add_dummies(tree) == tree
 
 
-def test_a_scanned_decoder_alone_is_read_layer_by_layer(
+def test_a_scanned_decoder_alone_is_read_layer_by_layer_with_means_of_its_second_moments(
     mesh_variables, write_mesh_checkpoint, tmp_path
 ):
     family = ModelShape(0, 2, 4, 8, 2, 2, 16, 4, ("wi_0", "wi_1"), False)
     source = write_mesh_checkpoint(tmp_path / "source", mesh_variables(family))
     (source / "operative_config.gin").write_text("Unitransformer.input_full_attention = False\n")
-    convert(source, tmp_path / "scanned", "t5x", scan=True, slots=False)
-    tree = {name: x for name, x in load_any(source).items() if name.startswith("target/")}
-    scanned = load_any(tmp_path / "scanned")
-    assert_same_bits(tree, {name: scanned[name] for name in scanned if name in tree})
+    convert(source, tmp_path / "scanned", "t5x", scan=True)
+    tree, scanned = load_any(source), load_any(tmp_path / "scanned")
+    parameters = {name for name in tree if name.startswith("target/")}
+    assert_same_bits(*({name: each[name] for name in parameters} for each in (tree, scanned)))
+    moments = "state/param_states/decoder/layers_1/mlp/wo/kernel/v"
+    # T5X's v_row is the mean over the longest axis, here d_ff.
+    for axis, slot in enumerate(("v_row", "v_col")):
+        expected = tree[moments].mean(axis=axis, dtype=np.float64).astype(np.float32)
+        np.testing.assert_array_equal(scanned[moments.replace("/v", f"/{slot}")], expected)
