@@ -38,6 +38,7 @@ from t0repro.errors import UserError
 from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape, check_parameters
 from t0repro.progress import say
+from t0repro.words import some
 
 
 def find_checkpoint(
@@ -105,7 +106,7 @@ def _find(path: str, step: int | None, source: Format | None) -> CheckpointRef:
             mtf.latest_mtf_prefix(path)
         _refuse_formats(path, storage.list_names(path))
         what = f"The directory holds no checkpoint{f' of the format {source}' if source else ''}."
-        raise _not_found(what + _describe_partial(path), path)
+        raise _not_found(what + (_describe_partial(path) or _describe_below(path)), path)
     if step is None:
         return _latest(path, refs, source)
     chosen = [ref for ref in refs if ref.step == step]
@@ -204,6 +205,15 @@ def _describe_partial(path: str) -> str:
         or re.match(r"\.?checkpoint_\d+\.(tmp|orbax-checkpoint-tmp)", name)
     ]
     return f" {partial[0]} is being written, or its writing was interrupted." if partial else ""
+
+
+def _describe_below(path: str) -> str:
+    """A sentence about the checkpoints in a folder's folders, or ""."""
+    if storage.is_address(path):
+        return ""
+    folders = [each.path for each in os.scandir(path) if each.is_dir()]
+    found = [each for each in sorted(folders)[:100] if list_checkpoints(each)]
+    return f" There are some in {some(found, 3)}." if found else ""
 
 
 def _refuse_file(path: str) -> None:

@@ -8,6 +8,7 @@ missing are float, as in `datasets`.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import functools
 import itertools
@@ -154,8 +155,10 @@ def _not_utf8(path: Path, error: UnicodeDecodeError) -> UserError:
         for number, line in enumerate(file, start=1):
             try:
                 line.decode("utf-8")
-            except UnicodeDecodeError as of_line:
-                return _broken(path, number, str(of_line))
+            except UnicodeDecodeError:
+                if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                    return _broken(path, 1, "the file is UTF-16; save it as UTF-8")
+                return _broken(path, number, "it is not UTF-8; save the file as UTF-8")
     return _broken(path, 1, str(error))
 
 

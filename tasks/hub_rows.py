@@ -119,7 +119,8 @@ def _load(
         # By files and not by name: `datasets` refuses a repository that still has a loading script.
         data = datasets.load_dataset("parquet", data_files={split: paths}, split=split)
     # Only after a complete download: whatever is remembered must be readable offline.
-    _remember(place, split, commit, files)
+    remembered = json.dumps({"commit": commit, "files": list(files)})
+    write_atomically(_record(place, split), remembered)
     # Only a warning: the rows are usable, and T0's sizes may be out of date.
     if expected is not None and len(data) != expected:
         logging.warning(
@@ -241,10 +242,6 @@ def _record(place: HubPlace, split: str) -> Path:
     name = f"{place.repository}@{place.revision}/{place.configuration}/{split}.json"
     # `*` stands for the only configuration, and is awkward in a file name.
     return user_cache() / "hub" / name.replace("*", "_")
-
-
-def _remember(place: HubPlace, split: str, commit: str, files: Sequence[str]) -> None:
-    write_atomically(_record(place, split), json.dumps({"commit": commit, "files": list(files)}))
 
 
 def _address(place: HubPlace) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,9 +146,7 @@ def _training_examples(task: str, cached: Path | None) -> int | None:
 
 def as_json(tasks: Sequence[ListedTask]) -> list[dict[str, Any]]:
     """The lines as JSON values; choices that differ between examples become `per example`."""
-    return [_task_as_json(task) for task in tasks]
-
-
-def _task_as_json(task: ListedTask) -> dict[str, Any]:
-    values: Mapping[str, Any] = dataclasses.asdict(task)
-    return {**values, "choices": "per example" if task.choices == () else values["choices"]}
+    return [
+        dataclasses.asdict(task) | ({"choices": "per example"} if task.choices == () else {})
+        for task in tasks
+    ]

@@ -208,13 +208,11 @@ class PromptedMixture:
         """
         # In SeqIO's order, since sums of floating point depend on it.
         rate = 0.0
-        for part in self._parts():
-            if task in part.tasks:
-                rate += self.rates[part.name] * part.rate(task) / part._total_rate()
+        for name, share in self.rates.items():
+            part = None if name in _tasks else _mixtures.get(name)
+            if part is not None and task in part.tasks:
+                rate += share * part.rate(task) / part._total_rate()
         return rate + self._own_rate(task)
-
-    def _parts(self) -> list[PromptedMixture]:
-        return [_mixtures[name] for name in self.rates if name in _mixtures.keys() - _tasks]
 
     def _own_rate(self, task: str) -> float:
         if task in self.rates or self.default_rate is None:

@@ -71,7 +71,7 @@ class Schema:
             self._columns.append((column, convert, column in needed))
             names = [
                 (alias.name, self._renamed(feature, alias, class_names))
-                for alias in _of(aliases, column)
+                for alias in (aliases or {}).get(column, ())
             ]
             if "-" in column:  # promptsource writes underscores for hyphens
                 names.insert(0, (column.replace("-", "_"), convert))
@@ -102,7 +102,8 @@ class Schema:
                 # Columns that no template reads may be missing.
                 if name is None:
                     if needed:
-                        raise SchemaError(column, f"it is missing; the row has {_listed(row)}")
+                        known = ", ".join(map(repr, row)) or "no columns"
+                        raise SchemaError(column, f"it is missing; the row has {known}")
                     continue
                 value = row[name]
             if value is None and not needed:
@@ -120,14 +121,6 @@ class Schema:
             if name in row:
                 return name, convert
         return None, _text
-
-
-def _of(aliases: Mapping[str, Sequence[Alias]] | None, column: str) -> Sequence[Alias]:
-    return (aliases or {}).get(column, ())
-
-
-def _listed(row: Mapping[str, Any]) -> str:
-    return ", ".join(map(repr, row)) or "no columns"
 
 
 def _shown(value: Any) -> str:
@@ -149,17 +142,14 @@ def _compile(feature: Any, class_names: Sequence[str] | None = None) -> Convert:
     if kind == "Sequence":
         inner = feature["feature"]
         # In `datasets`, a sequence of records is a record of sequences.
-        return _list_of(inner) if _is_leaf(inner) else _record_of_lists(inner)
+        is_record = isinstance(inner, dict) and "_type" not in inner
+        return _record_of_lists(inner) if is_record else _list_of(inner)
     if kind == "ClassLabel":
         return _class_label(feature["names"], class_names)
     if kind == "Value":
         # Treat "int32", "int64" and the like as one type.
         return _VALUES[feature["dtype"].rstrip("0123456789")]
     return _record({name: _compile(inner) for name, inner in feature.items()})
-
-
-def _is_leaf(feature: Any) -> bool:
-    return isinstance(feature, list) or "_type" in feature
 
 
 def _text(value: Any) -> str:

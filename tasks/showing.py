@@ -167,10 +167,6 @@ def find_tokenizer(
         return None, str(error)
 
 
-def _place(choices: list[str] | None, target: str) -> int | None:
-    return choices.index(target) if choices and target in choices else None
-
-
 def show_example(
     index: int,
     row: Mapping[str, Any],
@@ -189,7 +185,7 @@ def show_example(
       tokenizer: Counts tokens; None counts none.
       lengths: Maximum tokens per feature.
     """
-    choices = rendering.answer_choices or None
+    choices, target = rendering.answer_choices or None, rendering.targets
     tokens = tokenizer.encode(rendering.inputs) if tokenizer else None
     # EOS counts, as it does in a batch.
     target_tokens = len(tokenizer.encode(rendering.targets)) + 1 if tokenizer else None
@@ -207,7 +203,7 @@ def show_example(
         inputs=rendering.inputs,
         targets=rendering.targets,
         choices=choices,
-        correct=_place(choices, rendering.targets),
+        correct=choices.index(target) if choices and target in choices else None,
         input_tokens=None if tokens is None else len(tokens),
         target_tokens=target_tokens,
         choice_tokens=(

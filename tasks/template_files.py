@@ -188,6 +188,13 @@ def _load(path: Path) -> _Mapping:
             " patterns, in promptsource's YAML format: {{premise}} for {premise}, then ||| and the"
             " target.",
         )
+    if not path.exists():
+        beside = [each.name for each in path.parent.glob("*.y*ml")]
+        raise UserError(
+            "There is no such file of templates.",
+            where=str(path),
+            fix=f"Nearest: {nearest_names(path.name, sorted(beside))}.",
+        )
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

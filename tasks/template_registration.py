@@ -124,6 +124,8 @@ def _splits(content: TemplateFile, rows_needed: bool) -> dict[str, dict[str, Spl
             if is_there
             else f"Move {some(sorted(map(str, near)))} there."
         )
+    elif above := [up for root in roots for up in root.parents[:2] if splits_on_disk(up / named)]:
+        there = f"Or set {DATA_VARIABLE} to {above[0]}, which holds them."
     else:
         there = f"Folders with files, nearest: {nearest_names(named, sorted(known))}."
     raise UserError(

@@ -32,8 +32,9 @@ def data_folders() -> list[Path]:
     folders = [input_path(path, DATA_VARIABLE) for path in _paths_in(DATA_VARIABLE)]
     missing = next((folder for folder in folders if not folder.is_dir()), None)
     if missing is not None:
+        absent = "is a file" if missing.exists() else "does not exist"
         raise UserError(
-            "The data folder does not exist." if len(folders) == 1 else f"There is no {missing}.",
+            f"The data folder {f'{missing} ' if len(folders) > 1 else ''}{absent}.",
             where=f"{DATA_VARIABLE}={value}",
             fix=fix,
         )

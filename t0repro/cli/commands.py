@@ -90,6 +90,12 @@ class Group(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The name, command and remaining words of a command line."""
+        if args and args[0][:1] != "-" and self.get_command(ctx, args[0]) is None:
+            near = difflib.get_close_matches(args[0].lower(), self.commands, n=2, cutoff=0.65)
+            said = (
+                f"Nearest: {', '.join(near)}" if near else f"There are {', '.join(self.commands)}"
+            )
+            ctx.fail(f"No such command {args[0]!r}. {said}.")
         _, command, rest = super().resolve_command(ctx, args)
         return command and command.name, command, rest
 

@@ -36,7 +36,9 @@ def find_runs(folder: str | os.PathLike[str]) -> dict[Path, RunState]:
     found = {path: state for path, state in states.items() if state is not None}
     if not found:
         raise UserError(
-            f"There are no training runs here. {left_out_in_words(folder)}".rstrip(),
+            f"There are no training runs here. {left_out_in_words(folder)}".rstrip()
+            if folder.is_dir()
+            else "There is no such folder.",
             where=str(folder),
             fix=f"Give a folder below which training runs wrote their {RUN_STATE_FILE}.",
         )

@@ -40,7 +40,8 @@ from t0repro.runs.verified_figures import (
     compare_tables,
     compare_tasks,
 )
-from t0repro.words import counted
+from t0repro.tasks.registry import registered_tasks
+from t0repro.words import counted, some
 
 if TYPE_CHECKING:
     from t0repro.evaluation.opened import Checkpoint
@@ -82,6 +83,12 @@ def verify(
             "The evaluation did not record what is needed to compute its scores again.",
             where=str(eval_dir),
             fix="Only what this version's rank-eval wrote can be verified: evaluate again.",
+        )
+    if unknown := sorted(records.keys() - set(registered_tasks())):
+        raise UserError(
+            f"The report has tasks that are not registered: {some(unknown, 3)}.",
+            where=str(path),
+            fix="Name the modules of the evaluation: --module_import MODULE.",
         )
     yield from compare_tasks(report, eval_dir, step, records)
     yield from compare_figures(report, eval_dir, step, prompts)

@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -258,7 +258,8 @@ def template_digest(description: TaskDescription) -> str:
 
 def _check_samples(task: seqio.Task, folder: Path, split: str) -> None:
     """Detokenizes a few examples and compares them with the text cached beside the tokens."""
-    for record in itertools.islice(_all_records(folder, split), SAMPLES):
+    shards = map(read_records, sorted(folder.glob(f"{split}.tfrecord-*")))
+    for record in itertools.islice(itertools.chain.from_iterable(shards), SAMPLES):
         found = features(record)
         for name, feature in task.output_features.items():
             # A task may have one vocabulary for its inputs and another for its targets.
@@ -287,11 +288,6 @@ def _agree(vocabulary: Any, tokens: Sequence[int], text: str) -> bool:
 
     # Compare a prefix: the tokens may have been truncated.
     return spelled(vocabulary.encode(text)).startswith(spelled(tokens))
-
-
-def _all_records(folder: Path, split: str) -> Iterator[bytes]:
-    for path in sorted(folder.glob(f"{split}.tfrecord-*")):
-        yield from read_records(path)
 
 
 @functools.lru_cache(maxsize=4)

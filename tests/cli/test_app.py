@@ -74,6 +74,21 @@ def test_a_mistyped_command_or_option_exits_with_2(monkeypatch, capsys):
     assert run(monkeypatch, capsys, "doctor", "--jsn")[0] == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["rank_evl"], "'rank_evl'. Nearest: rank-eval."),
+        (["Train"], "'Train'. Nearest: train."),
+        (["report", "runs/a"], "'runs/a'. There are make, verify, share, history."),
+    ],
+)
+def test_a_command_that_there_is_not_is_answered_with_those_that_there_are(
+    monkeypatch, capsys, words, said
+):
+    code, _, err = run(monkeypatch, capsys, *words)
+    assert code == 2 and f"No such command {said}" in err
+
+
 def test_what_t5x_starts_and_this_does_not_is_refused_by_name(monkeypatch, capsys):
     for command in ("run", "explain"):
         code, _, err = run(monkeypatch, capsys, command, "--run_mode=export")

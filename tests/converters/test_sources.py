@@ -114,6 +114,12 @@ def test_a_file_is_no_checkpoint_and_an_absent_one_is_told_with_the_steps_there(
             find_checkpoint(mixed / name)
 
 
+def test_a_folder_of_runs_is_told_where_the_checkpoints_are(mixed, tmp_path):
+    shutil.copytree(mixed, tmp_path / "run" / "model")
+    with pytest.raises(UserError, match=f"There are some in {tmp_path}/run/model\\."):
+        find_checkpoint(tmp_path / "run")
+
+
 def test_an_empty_directory_and_a_wrong_path_are_told_with_what_to_give(tmp_path):
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(UserError, match=r"model\.ckpt-<step>\.index or checkpoint_<step>/"):

@@ -57,6 +57,14 @@ def found(out, prompts, sample=ALL, **options):
         return list(verify(out, prompts, sample=sample, **options))
 
 
+def test_a_report_of_tasks_that_nobody_registered_asks_for_their_module(
+    copied, prompts, monkeypatch
+):
+    monkeypatch.setattr(runs_verify, "registered_tasks", list)
+    with pytest.raises(UserError, match=r"not registered: demo_(.|\n)*--module_import MODULE"):
+        found(copied, prompts)
+
+
 def differing(out, prompts, **options):
     return [each for each in found(out, prompts, **options) if not each.agrees]
 

@@ -73,7 +73,8 @@ def test_a_row_is_found_by_the_line_it_ends_on(tmp_path):
         (b"", 1, "the file has no header"),
         (b'a,b\n"open,2\nx,3\n', 2, "the quotation mark of a field is not closed"),
         (b"a;b\n1;2\n", 1, "the header is one field, 'a;b', which ';' separates"),
-        (b"a,b\nx,1\n\xff,2\n", 3, "can't decode byte 0xff"),
+        (b"a,b\nx,1\n\xff,2\n", 3, "it is not UTF-8"),
+        ("a,b\nx,1\n".encode("utf-16"), 1, "the file is UTF-16; save it as UTF-8"),
     ],
 )
 def test_a_broken_line_is_named(tmp_path, content, line, what):

@@ -297,6 +297,25 @@ def test_check_names_a_variable_that_rows_lack_and_counts_them(data, tmp_path, f
     assert found.no_example == {"the row lacks a variable, 'txet' is undefined": 2 * rows}
 
 
+@pytest.mark.parametrize("below", ["my_reviews", "my_reviews/default"])
+def test_a_data_folder_named_too_deep_is_answered_with_the_right_one(
+    data, below, tmp_path, monkeypatch
+):
+    path = write(tmp_path, HEAD + GOOD)
+    monkeypatch.setenv("T0REPRO_DATA_DIR", str(data / below))
+    with pytest.raises(UserError, match=f"Or set T0REPRO_DATA_DIR to {data}, which holds them"):
+        register_templates(path)
+    monkeypatch.setenv("T0REPRO_DATA_DIR", str(data / "my_reviews/default/train.jsonl"))
+    with pytest.raises(UserError, match="The data folder is a file"):
+        register_templates(path)
+
+
+def test_a_misspelt_file_of_templates_is_answered_with_the_nearest(data, tmp_path):
+    write(tmp_path, HEAD + GOOD)
+    with pytest.raises(UserError, match=r"no such file of templates(.|\n)*Nearest: 'my\.yaml'"):
+        register_templates(tmp_path / "my.yml")
+
+
 def test_a_file_that_is_no_split_is_named_where_rows_are_missing(data, tmp_path):
     folder, path = data / "my_reviews" / "default", write(tmp_path, HEAD + GOOD)
     for split in ("train", "validation"):
