@@ -142,6 +142,12 @@ def _parse_row(row: dict[str, Any]) -> Released:
     return Released(step=step, shape=shape, **{name: row[name] for name in texts})
 
 
+def names_like(name: str) -> list[str]:
+    """Released checkpoints that differ from a name in their owner or in capitals only."""
+    last = name.rpartition("/")[2].casefold()
+    return [each for each in catalog() if each.rpartition("/")[2].casefold() == last]
+
+
 def find(name: str) -> Released:
     """Returns the released checkpoint of this name.
 
@@ -152,7 +158,8 @@ def find(name: str) -> Released:
     if name not in known:
         raise UserError(
             f"No released checkpoint is called {name!r}.",
-            fix=f"Nearest: {nearest_names(name, known)}; 't0repro checkpoint released' lists all.",
+            fix=f"Nearest: {', '.join(map(repr, names_like(name))) or nearest_names(name, known)};"
+            " 't0repro checkpoint released' lists all.",
         )
     return known[name]
 

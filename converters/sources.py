@@ -257,11 +257,13 @@ def _refuse_formats(directory: str, names: list[str]) -> None:
 
 
 def _not_found(what: str, path: str) -> CheckpointNotFound:
-    if path in released.catalog():
+    # In a folder, as in runs/t5-small, it is not a released checkpoint's name that is missing.
+    names = [path] if "/" in path else released.names_like(path)
+    if name := next((each for each in names if each in released.catalog()), None):
         return CheckpointNotFound(
-            f"{path} is the name of a released checkpoint, which is not on this machine.",
+            f"{name} is the name of a released checkpoint, which is not on this machine.",
             where=path,
-            fix=f"Download it to DIR: {released.OPT_IN}=1 t0repro checkpoint fetch {path} --to DIR",
+            fix=f"Download it to DIR: {released.OPT_IN}=1 t0repro checkpoint fetch {name} --to DIR",
         )
     return CheckpointNotFound(
         what,

@@ -54,11 +54,9 @@ class Command(TyperCommand):
             return super().parse_args(ctx, args)
         except Exception as raised:  # typer's own copy of Click has no public name
             error: Any = raised
-            visible: list[Any] = [p for p in self.params if not getattr(p, "hidden", False)]
-            options = [each for each in visible if each.param_type_name == "option"]
-            takers = [each.opts[0] for each in options if not each.is_flag]
-            if str(getattr(error, "message", "")).startswith("Got unexpected extra") and takers:
-                error.message += f". An option stands before its value: {some(takers, 8)}."
+            options = _visible_options(self)
+            if str(getattr(error, "message", "")).startswith("Got unexpected extra") and options:
+                error.message += f".{_name_takers(options)}"
             elif hasattr(error, "option_name") and hasattr(error, "possibilities"):
                 error.message += f". {_suggest(error.option_name, options)}"
                 error.possibilities = None
@@ -92,10 +90,11 @@ class Group(TyperGroup):
         """The name, command and remaining words of a command line."""
         if args and args[0][:1] != "-" and self.get_command(ctx, args[0]) is None:
             near = difflib.get_close_matches(args[0].lower(), self.commands, n=2, cutoff=0.65)
-            said = (
-                f"Nearest: {', '.join(near)}" if near else f"There are {', '.join(self.commands)}"
-            )
-            ctx.fail(f"No such command {args[0]!r}. {said}.")
+            said, takers = "Nearest:", ""
+            if not near:
+                said, takers = "There are", _name_takers(_visible_options(self))
+            listed = ", ".join(near or self.commands)
+            ctx.fail(f"No such command {args[0]!r}. {said} {listed}.{takers}")
         _, command, rest = super().resolve_command(ctx, args)
         return command and command.name, command, rest
 
@@ -150,6 +149,19 @@ class Loaded(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._commands)
+
+
+def _visible_options(command: Any) -> list[Any]:
+    options: list[Any] = [each for each in command.params if each.param_type_name == "option"]
+    return [each for each in options if not each.hidden]
+
+
+def _name_takers(options: list[Any]) -> str:
+    """A sentence about the options that a word may be the value of, or ""."""
+    valued = [each for each in options if not each.is_flag]
+    valued.sort(key=lambda each: not each.required)
+    names = [next(name for name in each.opts if name[:2] == "--") for each in valued]
+    return f" An option stands before its value: {some(names, 8)}." if names else ""
 
 
 def _suggest(name: str, options: list[Any]) -> str:

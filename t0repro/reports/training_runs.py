@@ -37,7 +37,7 @@ def find_runs(folder: str | os.PathLike[str]) -> dict[Path, RunState]:
     if not found:
         raise UserError(
             f"There are no training runs here. {left_out_in_words(folder)}".rstrip()
-            if folder.is_dir()
+            if os.path.isdir(folder)
             else "There is no such folder.",
             where=str(folder),
             fix=f"Give a folder below which training runs wrote their {RUN_STATE_FILE}.",

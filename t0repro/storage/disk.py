@@ -116,6 +116,8 @@ def find_obstacle(folder: Path) -> str | None:
             if not path.is_dir():
                 return f"{path} is a file"
             return None if os.access(path, os.W_OK) else f"{path} is read-only"
+        if path.name == "~":
+            return "only a shell expands a ~, so write the home folder's path"
     return None
 
 
@@ -123,12 +125,18 @@ def make_folder(folder: Path) -> None:
     """Makes a folder and its parents, unless they exist. Every folder of the product is made here.
 
     Raises:
-      UserError: For a new folder called `gs:`, `s3:` and so on, which only an address can mean.
+      UserError: For a new folder called `gs:`, `s3:` and so on, which only an address can mean, or
+        `~`.
       OSError: If it cannot be made.
     """
     for path in (folder, *folder.parents):
         if path.exists():
             break
+        if path.name == "~":
+            raise UserError(
+                f"{folder} would be below a folder called ~, which only a shell expands.",
+                fix="Write the home folder's path in place of ~.",
+            )
         # The last check: a path made absolute no longer begins with its scheme.
         if re.fullmatch("[A-Za-z][A-Za-z0-9+.-]*:", path.name) and path.name.lower() != "file:":
             raise UserError(

@@ -20,7 +20,7 @@ from t0repro.cli.paths import output, source, target
 from t0repro.config.t5x import gin_files
 from t0repro.config.t5x.gin_files import T5xInputs
 from t0repro.errors import UserError
-from t0repro.storage import access, make_folder, output_path, write_atomically
+from t0repro.storage import access, check_folder, make_folder, output_path, write_atomically
 
 from ..runs.tiny_gin import MODEL
 from .commands import run
@@ -223,6 +223,16 @@ def test_no_folder_is_ever_made_of_an_address(scheme, monkeypatch, tmp_path):
             with pytest.raises(UserError, match="(?i)" + address):
                 write(form)
     assert not any(tmp_path.iterdir())
+
+
+def test_no_folder_is_made_of_a_tilde_that_no_shell_expanded(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for write in (make_folder, check_folder):
+        with pytest.raises(UserError, match="only a shell expands"):
+            write("~/runs/a")
+    (tmp_path / "~").mkdir()
+    make_folder("~/runs/a")
+    check_folder("~/runs/b")
 
 
 def test_a_local_path_may_be_spelled_as_a_file_address_and_a_folder_keep_its_colon(tmp_path):

@@ -114,6 +114,15 @@ def test_a_file_is_no_checkpoint_and_an_absent_one_is_told_with_the_steps_there(
             find_checkpoint(mixed / name)
 
 
+@pytest.mark.parametrize("path", ["bigscience/T0_3B", "t0_3b", "T0_3b"])
+def test_a_released_checkpoints_name_is_told_how_to_get_it(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="checkpoint fetch bigscience/T0_3B --to DIR"):
+        find_checkpoint(path)
+    with pytest.raises(UserError, match="There is no such file or folder"):
+        find_checkpoint(f"runs/{path}")
+
+
 def test_a_folder_of_runs_is_told_where_the_checkpoints_are(mixed, tmp_path):
     shutil.copytree(mixed, tmp_path / "run" / "model")
     with pytest.raises(UserError, match=f"There are some in {tmp_path}/run/model\\."):
