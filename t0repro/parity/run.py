@@ -13,9 +13,11 @@ from typing import Any, Literal
 import numpy as np
 
 from t0repro.config.data import EvalDataConfig
+from t0repro.config.mtf.dialect import load
 from t0repro.config.mtf.parser import MeshInputs
 from t0repro.config.run import TrainRun
 from t0repro.converters import sources
+from t0repro.converters.convert import convert
 from t0repro.converters.sources import load_any
 from t0repro.converters.tensors import FlatTree
 from t0repro.data.batches import eval_tasks
@@ -133,8 +135,6 @@ def make_job(
     Raises:
       UserError: if the configuration has dropout, is invalid or is for the JAX stack alone.
     """
-    from t0repro.config.mtf.dialect import load
-
     out = output_path(out)
     float32 = dtype == "float32"
     # Use float32 masters whatever gin binds: bfloat16 masters would round away the differences.
@@ -201,8 +201,6 @@ def _input_of(example: Mapping[str, Any]) -> int:
 
 def _mesh_checkpoint(start: str | None, out: Path) -> str | None:
     """The prefix of a start as a float32 Mesh TensorFlow checkpoint, converted if need be."""
-    from t0repro.converters.convert import convert
-
     if start is None:
         return None
     found = sources.find_checkpoint(start)

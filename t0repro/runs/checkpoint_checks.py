@@ -10,6 +10,7 @@ from t0repro import storage
 from t0repro.config.checkpoints import RestoreConfig
 from t0repro.config.model import ModelConfig
 from t0repro.config.run import TrainRun
+from t0repro.converters.adapter_files import is_adapter, open_adapter
 from t0repro.converters.tensors import CheckpointRef, TensorInfo
 from t0repro.errors import UserError
 from t0repro.parameters.shape import both_sizes
@@ -125,10 +126,6 @@ def _tensors(ref: CheckpointRef, model: ModelConfig) -> Mapping[str, TensorInfo]
       UserError: If an adapter is for another model, or another adapter than the one to be trained.
     """
     from t0repro.converters import sources
-    from t0repro.converters.adapter_files import (
-        is_adapter,
-        open_adapter,
-    )
 
     if not is_adapter(ref):
         return sources.open_checkpoint(ref).tensors

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from t0repro.converters.hf import read_config
+from t0repro.converters.hf_config import TokenIds
 from t0repro.converters.released import OPT_IN
 from t0repro.errors import UserError
 from t0repro.evaluation.opened import Checkpoint, open_encoder
@@ -168,8 +170,6 @@ def _hub_folder(name: str, subfolder: str, revision: str | None) -> str:
 def _config(folder: str) -> SimpleNamespace:
     """The content of config.json; of another format's checkpoint, what a conversion would write."""
     from t0repro.converters import hf_files, sources
-    from t0repro.converters.hf import read_config
-    from t0repro.converters.hf_config import TokenIds
     from t0repro.converters.model_files import arithmetic, arithmetic_source, gin_text
 
     ref = sources.find_checkpoint(folder)

@@ -37,13 +37,16 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from t0repro import compat
 from t0repro.config.addresses import check_addresses, check_outputs
 from t0repro.config.configuration import Configuration
 from t0repro.config.data import SeqioDataConfig
 from t0repro.config.model import ModelConfig
 from t0repro.config.run import EvalRun, InferenceRun, InferRun, Run, TrainRun
+from t0repro.partitioning.memory import check_batch
 from t0repro.runs.checkpoint_checks import check_checkpoints, check_own_checkpoints, check_restored
 from t0repro.runs.checks import Check, Cost, Report, run_checks
+from t0repro.runs.example_files import register_files
 from t0repro.words import counted
 
 
@@ -210,9 +213,6 @@ def _choices(config: TrainRun) -> list[Check]:
 
 
 def _files(plan: InferRun) -> Iterator[str]:
-    from t0repro import compat
-    from t0repro.runs.example_files import register_files
-
     compat.install()
     assert plan.files is not None
     register_files(plan)
@@ -236,7 +236,6 @@ def _data(
     from t0repro.data import checks
     from t0repro.data.truncation import note_truncation
     from t0repro.data.vocabulary_checks import check_rows, check_vocabularies
-    from t0repro.partitioning.memory import check_batch
 
     name, split, trains = data.mixture_or_task_name, data.split, reads == "train"
     scope = f"{reads}/" if reads not in ("eval", "infer") else ""

@@ -36,8 +36,10 @@ from t0repro.evaluation.reading import TaskReader, read_buffers
 from t0repro.evaluation.score_journal import ScoreJournal, roundings
 from t0repro.evaluation.selection import Selection, check_vocabulary, select_tasks
 from t0repro.evaluation.task_output import TaskOutput, TaskResult
+from t0repro.event_files import event_writer
 from t0repro.progress import say
 from t0repro.storage import output_path, write_atomically
+from t0repro.training.metrics import MetricLog
 from t0repro.words import counted
 
 CONTENT_FREE = "N/A"
@@ -113,9 +115,6 @@ def rank_eval(
         checkpoint has another vocabulary size, the folder holds another evaluation,
         or a score is NaN or Inf (naming task, example and step).
     """
-    from t0repro.event_files import event_writer
-    from t0repro.training.metrics import MetricLog
-
     out = output_path(out)
     selected = select_tasks(
         mixture,

@@ -22,6 +22,8 @@ import numpy as np
 
 from t0repro.config.model import DType, DTypePolicy
 from t0repro.converters.hf_config import Computation
+from t0repro.evaluation.engine import Engine
+from t0repro.evaluation.grouping import choice_class, input_class
 from t0repro.evaluation.opened import make_scoring_config
 from t0repro.evaluation.pairs import Pairs, collect_pairs
 from t0repro.model.t5 import T5, evaluation_shapes, parameter_shapes
@@ -175,8 +177,6 @@ def make_plan(
       activation: See EvaluationSettings.
       seconds: How long to measure; a batch that has begun is finished.
     """
-    from t0repro.evaluation.grouping import choice_class, input_class
-
     generator = np.random.default_rng(0)
     splits = {(each.dataset, each.split): each for each in rows}
     timed, total = [], Tokens(0, 0, 0)
@@ -249,8 +249,6 @@ def _random_pairs(lengths: _Lengths, inputs: int, generator: np.random.Generator
 
 def _measure(shape: ModelShape, timed: Sequence[Pairs], activation: DType, seconds: float) -> Speed:
     """Scores the pairs of one dataset after the other until the time is over."""
-    from t0repro.evaluation.engine import Engine
-
     shallow = dataclasses.replace(
         shape,
         num_encoder_layers=min(_LAYERS, shape.num_encoder_layers),

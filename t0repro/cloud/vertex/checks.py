@@ -13,6 +13,7 @@ from t0repro.cloud.vertex.spec import CLOUD_TPU, MOUNT, Machines
 from t0repro.config.run import Run
 from t0repro.errors import UserError
 from t0repro.partitioning import topologies
+from t0repro.partitioning.memory import check_fits
 from t0repro.runs.checks import Check, Cost, run_checks
 
 
@@ -134,16 +135,12 @@ def _check_memory(
     if kind.topology is not None:
         yield from _check_slice(run, f"{kind.topology}-{devices}", devices, compiles)
         return
-    from t0repro.partitioning.memory import check_fits
-
     assert kind.memory is not None
     yield f"memory (estimated): {check_fits(run, kind.memory, kind.memory, devices)}"
 
 
 def _check_slice(run: Run, topology: str, count: int, compiles: bool) -> Iterator[str]:
     """What libtpu's compiler says of a run on a slice, or without `compiles` an estimate."""
-    from t0repro.partitioning.memory import check_fits
-
     installed = importlib.util.find_spec("libtpu") is not None
     if not (installed and compiles):
         memory = topologies.chip_of(topology).memory
