@@ -22,6 +22,7 @@ from t0repro.config.mtf.refusals import refusal_on_mesh_tensorflow
 from t0repro.config.run import TrainRun
 from t0repro.errors import UserError
 from t0repro.mtf import hooks
+from t0repro.mtf.metrics_file import is_on_this_disk
 from t0repro.progress import working
 from t0repro.words import without_passwords
 
@@ -45,7 +46,7 @@ def run(flags: Any, configuration: Configuration | None) -> None:
         raise refusal
     mode = flags.mode if configuration is None else configuration.inputs.mode
     with contextlib.ExitStack() as held:
-        if mode in ("train", "finetune") and hooks.is_on_this_disk(flags.model_dir):
+        if mode in ("train", "finetune") and is_on_this_disk(flags.model_dir):
             # Imported here because it imports JAX, which no other mode needs.
             from t0repro.model.t5 import T5
             from t0repro.training.model_dir import lock_for_training

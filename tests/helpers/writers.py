@@ -332,7 +332,7 @@ def train_records(out: Path) -> None:
 
 
 def mesh_records(out: Path) -> None:
-    from t0repro.mtf.hooks import MetricsFile
+    from t0repro.mtf.metrics_file import MetricsFile
     from t0repro.training.model_dir import lock_for_training
 
     with lock_for_training(out, "mtf", None):

@@ -7,7 +7,8 @@ import pytest
 import tensorflow as tf
 
 from t0repro.mtf import hooks
-from t0repro.mtf.hooks import MetricsFile, ProgressLine
+from t0repro.mtf.hooks import ProgressLine
+from t0repro.mtf.metrics_file import MetricsFile
 from t0repro.training.token_losses import count_targets
 
 from ..helpers import tiny_models as tiny
