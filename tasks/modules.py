@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -120,6 +121,14 @@ def hand_to_seqio() -> None:
 
 
 def _import(module: str) -> None:
+    if module.endswith(".py") or os.sep in module:
+        path = Path(module)
+        raise UserError(
+            f"{module} is a file, and not the name of a module.",
+            where="--module_import",
+            fix=f"Write {path.name.removesuffix('.py')}"
+            + (f", with PYTHONPATH={path.parent}." if path.parent != Path(".") else "."),
+        )
     try:
         importlib.import_module(module)
     except Exception as error:  # whatever a user's module raises, or SeqIO for it

@@ -13,6 +13,7 @@ from t0repro.cli.results import echo
 from t0repro.converters.conversion import Options
 from t0repro.converters.convert import ConversionReport
 from t0repro.converters.convert import convert as convert_checkpoint
+from t0repro.errors import UserError
 from t0repro.words import counted, sized
 
 _Format = Literal["mtf", "t5x", "jax", "hf", "peft", "adapter"]
@@ -107,6 +108,9 @@ Force = Annotated[
 ]
 
 
+_FILES_OF_CHECKPOINTS = (".safetensors", ".msgpack", ".bin", ".pt", ".npz", ".index")
+
+
 def convert(
     src: _Source,
     dst: Target,
@@ -135,6 +139,12 @@ def convert(
     Example:
       t0repro convert runs/t0/model.ckpt-1112200 runs/t0_jax --to jax
     """
+    if dst.endswith(_FILES_OF_CHECKPOINTS):
+        raise UserError(
+            "A checkpoint is a folder, and this is the name of a file.",
+            where=f"DST {dst}",
+            fix=f"Name a folder, such as {dst.rpartition('.')[0]}.",
+        )
     echo(f"reading {src} ...", err=True)
 
     options = Options(

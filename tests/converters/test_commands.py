@@ -51,6 +51,13 @@ def test_a_wrong_flag_is_refused_before_anything_is_written(run, tiny_checkpoint
     assert not (tmp_path / "out").exists()
 
 
+def test_a_files_name_is_no_folder_to_convert_to(run, tiny_checkpoint, tmp_path):
+    result = run("convert", tiny_checkpoint, tmp_path / "m.safetensors", "--to", "hf")
+    assert isinstance(result.exception, UserError)
+    assert result.exception.fix == f"Name a folder, such as {tmp_path}/m."
+    assert not list(tmp_path.glob("m*"))
+
+
 def test_inspect_prints_names_shapes_types_norms_and_the_model(
     run, tiny_checkpoint, tiny_family, mesh_variables
 ):

@@ -17,6 +17,7 @@ import seqio
 from t0repro.errors import UserError
 from t0repro.tasks import prompted_tasks
 from t0repro.tasks.checking import Verdict, check_tasks
+from t0repro.tasks.modules import load_tasks
 from t0repro.tasks.printing import print_checks
 from t0repro.tasks.readers import find_reader
 from t0repro.tasks.registry import prompted_mixtures, task_descriptions
@@ -649,3 +650,13 @@ def test_a_modules_mixture_of_the_variables_prompts_is_listed_checked_and_browse
         "t0repro", "tasks", "ls", "--module_import=without", env=env, cwd=tmp_path
     )
     assert "by `import t0repro.tasks.user_templates`" in " ".join(refused.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("module", "fix"),
+    [("my_module.py", "Write my_module."), ("../my/tasks.py", "tasks, with PYTHONPATH=../my.")],
+)
+def test_a_modules_file_is_answered_with_its_name(module, fix):
+    with pytest.raises(UserError, match="is a file, and not the name of a module") as error:
+        load_tasks([module], None, into_seqio=False)
+    assert error.value.fix.endswith(fix)
