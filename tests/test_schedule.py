@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import hypothesis
+import pytest
 from hypothesis import strategies
 
 from .helpers import schedule
@@ -60,9 +61,23 @@ def test_hypothesis_draws_what_the_budget_allows():
 
 def test_a_long_test_waits_and_tests_share_their_files_fixtures():
     expected = {"a::short": 1.0, "a::long": 3.1, "b::one": 0.1, "b::two": 2.9, "c::one": 0.1}
-    expected |= {"b::fixtures": 5.0, "c::fixtures": 5.0}
+    expected |= {"b::fixtures": 5.0, "c::fixtures": 9.0, "c::alone": 2.0, "c::long": 4.0}
     names = expected.keys() - {"b::fixtures", "c::fixtures"} | {"a::new"}
-    assert schedule.short_tests(names, expected) == {"a::short", "a::new", "b::one", "b::two"}
+    found = schedule.short_tests(names, expected, {"c::alone", "c::long"})
+    assert found == {"a::short", "a::new", "b::one", "b::two", "c::alone"}
+
+
+@pytest.fixture(scope="module")
+def costly():
+    return 1
+
+
+def test_a_test_that_uses_a_fixture_of_its_file_shares_it(costly, request):
+    assert costly and schedule.shares_fixtures(request.node)
+
+
+def test_a_test_that_uses_pytests_fixtures_alone_shares_none(tmp_path, request):
+    assert tmp_path and not schedule.shares_fixtures(request.node)
 
 
 def test_every_test_has_its_turn_and_a_days_tests_fit_or_one_runs_alone():

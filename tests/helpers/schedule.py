@@ -8,9 +8,9 @@ run, so that every machine runs the same.
 Of a parametrized test whose cases took more than BUDGET seconds together, the cheapest run that
 took no more, and one at least. A test that Hypothesis draws examples for draws as many as take
 BUDGET seconds. A test that even so takes more than LONG seconds does not run, unless it is marked
-"always"; nor do a file's tests if each takes more with its share of the file's fixtures. With --all
-every test, case and example runs, with --part 2/8 those of an eighth of the files, with --turn 17
-the slow tests whose turn is on day 17. Whoever names files or tests gets all of them.
+"always"; nor do those that use a file's fixtures if each takes more with its share of these. With
+--all every test, case and example runs, with --part 2/8 those of an eighth of the files, with
+--turn 17 the slow tests whose turn is on day 17. Whoever names files or tests gets all of them.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class Schedule:
             expected = draw_fewer(drawn, self._recorded)
             cheapest = cheapest_cases(items, expected)
             always = {item.nodeid for item in items if item.get_closest_marker("always")}
-            chosen = short_tests(cheapest, expected) | cheapest & always | whole
+            alone = {item.nodeid for item in items if not shares_fixtures(item)}
+            chosen = short_tests(cheapest, expected, alone) | cheapest & always | whole
         config.hook.pytest_deselected(items=[x for x in items if x.nodeid not in chosen])
         items[:] = [item for item in items if item.nodeid in chosen]
         length = by_file(self._known, (item.nodeid for item in items))
@@ -215,10 +216,22 @@ def draw_fewer(items: Iterable[Any], recorded: Seconds) -> Seconds:
     return expected
 
 
-def short_tests(names: set[str], expected: Seconds) -> set[str]:
-    """Node ids: those that take at most LONG; each bears a share of its file's fixtures.
+def shares_fixtures(item: Any) -> bool:
+    """Whether it uses a fixture of its file or folder that other tests use too."""
+    definitions = (found for each in item._fixtureinfo.name2fixturedefs.values() for found in each)
+    return any(
+        each.scope != "function"
+        and each.func.__module__.startswith("tests.")
+        and each.func.__module__ != "tests.conftest"
+        for each in definitions
+    )
 
-    Once tests of a file run, its fixtures cost the others nothing.
+
+def short_tests(names: set[str], expected: Seconds, alone: set[str]) -> set[str]:
+    """Node ids: those that take at most LONG.
+
+    Each bears a share of its file's fixtures, unless it is among those that use none. Once tests of
+    a file run, its fixtures cost the others nothing.
     """
     count = collections.Counter(map(file_of, names))
 
@@ -228,7 +241,7 @@ def short_tests(names: set[str], expected: Seconds) -> set[str]:
 
     short = {name for name in names if expected.get(name, 0.0) <= LONG}
     files = {file_of(name) for name in short if expected.get(name, 0.0) + share(name) <= LONG}
-    return {name for name in short if file_of(name) in files}
+    return {name for name in short if file_of(name) in files} | short & alone
 
 
 def turns(names: Iterable[str], recorded: Seconds) -> list[list[str]]:
