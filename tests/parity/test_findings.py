@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from t0repro.config.mtf.parser import MeshInputs
+from t0repro.evaluation.judge import Judge
 from t0repro.parity import report, run
 from t0repro.parity.jax_run import StackResult
+from t0repro.tasks.metrics import postprocess
 
 TOKENS = np.array([2, 5])  # of each scored row
 TENSOR = np.array([[3.0, -1.0], [0.5, 0.0]])
@@ -96,6 +98,14 @@ def test_a_small_entry_is_judged_by_its_tensors_size():
     assert compared(dataclasses.replace(REFERENCE, trees=trees)).passed
 
 
+def test_a_difference_from_zeros_alone_is_infinite():
+    zeros = dataclasses.replace(REFERENCE, gradients={"kernel": np.zeros((2, 2))})
+    found = run._compare_results(zeros, REFERENCE, float32=True, tokens=TOKENS)
+    assert [f.error for f in found if f.kind == "gradient"] == [float("inf")]
+    found = run._compare_results(zeros, zeros, float32=True, tokens=TOKENS)
+    assert [f.error for f in found if f.kind == "gradient"] == [0.0]
+
+
 def test_a_tensor_that_one_stack_lacks_or_has_in_another_shape_is_an_error():
     with pytest.raises(ValueError, match="Only one stack has the gradient bias, kernel"):
         compared(dataclasses.replace(REFERENCE, gradients={"bias": TENSOR}))
@@ -109,6 +119,19 @@ def test_metrics_are_equal_or_undefined_on_both_stacks():
     assert run._metrics_finding("rte", same, same, float32=True).passes
     for other in ({"accuracy": 50.1, "auc": undefined}, {"accuracy": 50.0, "auc": 40.0}):
         assert not run._metrics_finding("rte", same, other, float32=True).passes
+
+
+def test_a_tasks_metric_of_both_stacks_outputs_departs_where_one_output_does():
+    def accuracy(targets, predictions):
+        return {"accuracy": 100 * np.mean(np.array(targets) == np.array(predictions))}
+
+    judge = Judge("rte", postprocess, [accuracy])
+    task = run.ScoredTask(judge, [{"targets_pretokenized": text} for text in ("yes", "no")])
+    theirs, other = (dataclasses.replace(REFERENCE, scores=["yes", x]) for x in ("no", "yes"))
+    assert run._metrics(task, theirs, theirs, float32=True).passes
+    found = run._metrics(task, theirs, other, float32=True)
+    assert found.name == "rte: accuracy" and found.error == 50.0 and not found.passes
+    assert run._metrics(task, theirs, other, float32=False).passes
 
 
 def test_the_verdict_counts_what_was_judged_and_names_the_first_departure():
@@ -158,7 +181,7 @@ def test_a_report_has_both_curves_a_bar_for_each_tensor_its_bound_and_the_source
         tip for tip in of_kinds for plot in errors if f'data-tip="{tip}' in plot
     }
     text = (tmp_path / "parity.md").read_text()
-    assert "Where this comes from" in text
+    assert "## Where this comes from\n" in text
     assert "gin files: dataset.gin." in text and "run.train_steps = 25" in text
 
 
