@@ -14,8 +14,9 @@ the first --limit inputs with all their choices. Results are grouped by number o
     mtf       t5_mesh_transformer --backend=mtf with score_eval.gin at T0's lengths (1024/256);
               rated by the difference of two runs, so that start-up and compilation do not count
 
-The work is split into pieces of a few hundred pairs. The harnesses take turns on each piece, so
-that any other load on the machine affects all of them; results are appended to
+The work is split into pieces of about a thousand pairs; of fewer, more of our batches are half
+empty than in an evaluation of a whole set. The harnesses take turns on each piece, so that any
+other load on the machine affects all of them; results are appended to
 <work>/results.jsonl. With --seconds, no piece is started after that time; run it again to continue.
 Each run prints what is done so far: pairs per second, their ratio, peak memory of each process, and
 the largest difference of a score from ours. If a harness has not done all pieces, its rate is over
@@ -56,7 +57,7 @@ def main() -> None:
     parser.add_argument("--work", default="bench_rank_eval", help="folder of pairs and results")
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--limit", type=int, default=18, help="inputs of each task")
-    parser.add_argument("--piece", type=int, default=320, help="pairs of a piece")
+    parser.add_argument("--piece", type=int, default=1200, help="pairs of a piece")
     parser.add_argument("--peers", default=",".join(PEERS), help="whom to measure beside ours")
     parser.add_argument("--peers-every", type=int, default=1, help="peers do every n-th piece")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no piece after")

@@ -23,7 +23,7 @@ import numpy as np
 from t0repro.evaluation.pairs import Pairs
 from t0repro.model.shapes import Int
 
-SHORTEST_INPUT, SHORTEST_CHOICE, SHORTEST_MEMORY = 32, 4, 64
+SHORTEST_INPUT, SHORTEST_CHOICE, SHORTEST_MEMORY = 32, 2, 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Sizes:
 
     def pages(self, memory: int) -> int:
         """Microbatches whose keys and values are on the device, for choices to read."""
-        return max(1, self.memory // 2 // self.page(memory))
+        return max(1, self.memory // self.page(memory))
 
     def choice_rows(self, length: int, memory: int) -> int:
         """Rows of a decoder batch of this length that read inputs of up to `memory` tokens."""
@@ -65,9 +65,9 @@ def input_class(tokens: int) -> int:
 
 
 def choice_class(tokens: int) -> int:
-    """The padded length of a choice: 4, 8, 16, 24, 32, 48, 64, 96 and so on."""
-    if tokens <= SHORTEST_CHOICE:
-        return SHORTEST_CHOICE
+    """The padded length of a choice: 2, 4, 8, 16, 24, 32, 48, 64, 96 and so on."""
+    if tokens <= 2 * SHORTEST_CHOICE:
+        return _round_up(max(tokens, 1), SHORTEST_CHOICE)
     return _round_up(tokens, max(8, _power_below(tokens) // 2))
 
 

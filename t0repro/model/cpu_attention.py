@@ -29,6 +29,7 @@ from t0repro.partitioning.devices import shard_kernel
 from t0repro.partitioning.flops import ATTENDED, KERNEL_MATMULS
 from t0repro.storage import make_folder
 
+_PROCESSORS = Path("/proc/cpuinfo")
 _SOURCE = Path(__file__).with_name("attention.cc")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
 _TARGETS = tuple(KERNEL_MATMULS)
@@ -156,7 +157,7 @@ def cache_folder() -> Path:
 def describe_processor() -> str:
     """Whatever `-march=native` depends on."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = _PROCESSORS.read_text().splitlines()
     except OSError:
         return platform.machine() + platform.processor()
     return "".join(sorted({x for x in lines if x.startswith(("flags", "Features", "model name"))}))

@@ -232,7 +232,7 @@ def test_a_plan_says_which_programs_are_compiled(params):
         return sum(new), len(plan.programs)
 
     new, planned = compiled(24)
-    assert new == planned == 3  # inputs of up to 32 tokens; choices of up to 4 and 8
+    assert new == planned == 4  # inputs of up to 32 tokens; choices of up to 2, 4 and 8
     assert compiled(60) == (0, planned)
 
 

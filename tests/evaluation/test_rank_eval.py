@@ -22,6 +22,7 @@ from t0repro.evaluation.opened import open_checkpoint
 from t0repro.evaluation.outputs import read_task_scores
 from t0repro.evaluation.records import read_records, write_record
 from t0repro.evaluation.task_output import LineFile, TruncationCounter
+from t0repro.model import cpu_attention
 from t0repro.progress import heard_by
 from t0repro.reports import load_report
 from t0repro.reports.comparison import compare_runs
@@ -38,6 +39,7 @@ from t0repro.tasks import registry
 from t0repro.tasks.demo.datasets import VOCABULARY
 from t0repro.tasks.template_registration import register_templates
 
+from ..cli.commands import run as in_process
 from ..helpers import commands
 from ..helpers.plain_scoring import row_scores
 from ..tasks.prompt_caches import make
@@ -782,6 +784,25 @@ def test_all_steps_give_one_report_with_accuracy_by_step_after_a_kill_too(tmp_pa
     for steps, said in (("--step=7,8", "names 2"), ("--step=7-8", "'7-8' is not a step")):
         asked = words(model_dir, out, steps, "--adapter=x", "--dry_run")
         assert said in commands.run("t0repro", *asked).stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "arguments", "said"),
+    [
+        ("avx512f amx_bf16 amx_tile", (), True),
+        ("avx512f amx_bf16 amx_tile", ("--activation=float32",), False),
+        ("avx512f avx512_bf16", (), False),
+    ],
+)
+def test_on_a_cpu_with_amx_the_start_says_what_bfloat16_saves(
+    model_dir, tmp_path, monkeypatch, capsys, flags, arguments, said
+):
+    processors = tmp_path / "cpuinfo"
+    processors.write_text(f"processor : 0\nmodel name : A Xeon\nflags : fpu {flags}\n")
+    monkeypatch.setattr(cpu_attention, "_PROCESSORS", processors)
+    asked = words(model_dir, tmp_path / "out", "--dry_run", *arguments)
+    code, _, printed = in_process(monkeypatch, capsys, *asked)
+    assert not code and ("--activation bfloat16 took half" in printed) == said
 
 
 def test_a_second_run_into_the_same_folder_is_refused_at_once(model_dir, tmp_path):

@@ -36,13 +36,14 @@ from t0repro.evaluation.opened import (
 )
 from t0repro.evaluation.selection import check_vocabulary, select_tasks, why_not_alone
 from t0repro.lm_eval.results import export_results
+from t0repro.model.cpu_attention import describe_processor
 from t0repro.partitioning.processes import (
     broadcast_from_first,
     enter_in_first,
     is_first,
     output_folder,
 )
-from t0repro.progress import working
+from t0repro.progress import say, working
 from t0repro.reports.page_terminal import print_page
 from t0repro.reports.prompts import PromptInfo, load_prompts, training_tasks
 from t0repro.reports.provenance import checkpoint_name
@@ -79,7 +80,11 @@ def run(
         )
     add_step = results.add_step or len(steps) > 1
     # Processes have joined by now, so JAX may be asked for its backend.
-    default_activation = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    on_cpu = jax.default_backend() == "cpu"
+    default_activation = "float32" if on_cpu else "bfloat16"
+    if on_cpu and not computation.activation and "amx_bf16" in describe_processor():
+        # docs/evidence/rank_evaluation.md, "bfloat16 on a CPU".
+        say("On a CPU like this, with AMX, --activation bfloat16 took half of float32's time.")
     settings = EvaluationSettings(
         split=tasks.split,
         limit=tasks.limit,
