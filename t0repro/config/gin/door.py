@@ -14,12 +14,13 @@ import inspect
 import io
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import IO, Any, NamedTuple
 
 import gin.config
 
 import gin
+import t0repro.gin
 from gin import resource_reader
 from t0repro import storage
 from t0repro.errors import UserError
@@ -384,7 +385,8 @@ def file_readers() -> list[tuple[Callable[[str], Any], Callable[[str], bool]]]:
 def extend_readers() -> None:
     """Makes gin read files at addresses, and take no folder of the user's for a package.
 
-    It refuses addresses out of reach. Both apply to `include`s too.
+    It refuses addresses out of reach, and finds T5X's files where an author's copy of T5X was. All
+    apply to `include`s too.
     """
     readers = file_readers()
     of_packages = resource_reader.system_path_reader
@@ -395,6 +397,7 @@ def extend_readers() -> None:
     if (_open_address, storage.is_address) not in readers:
         # Insert first: gin tries its readers in order, and TensorFlow's may be among them.
         readers.insert(0, (_open_address, storage.is_address))
+        readers.append((_open_shipped, _is_shipped))
 
 
 def _is_in_package(path: str) -> bool:
@@ -414,6 +417,25 @@ def _open_address(path: str) -> IO[str]:
         raise UserError(
             f"There is no gin file {address}.", where=where, fix="Correct the address."
         ) from error
+
+
+def _shipped_as(path: str) -> Path | None:
+    """T5X's file in this package for `third_party/py/t5x/configs/runs/eval.gin`, looked for there.
+
+    So authors include T5X's files if their copy of T5X is not in a folder of its own.
+    """
+    shipped = Path(str(t0repro.gin.__file__)).parent
+    _, t5x, inside = path.removeprefix(f"{shipped}/").rpartition("/t5x/")
+    return shipped / "t5x" / inside if t5x and path.startswith(f"{shipped}/") else None
+
+
+def _is_shipped(path: str) -> bool:
+    file = _shipped_as(path)
+    return file is not None and file.is_file()
+
+
+def _open_shipped(path: str) -> IO[str]:
+    return open(str(_shipped_as(path)))
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -23,6 +24,8 @@ from t0repro.errors import NONE_IS_SIMILAR, UserError, nearest_names
 from t0repro.words import without_passwords
 
 _DATA = "utils.DatasetConfig"
+# Beginnings of the names of modules whose functions only record calls.
+_SERVED = (modules.__name__, "optax.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +79,8 @@ class Parsed:
 def parse(inputs: T5xInputs) -> Parsed:
     """Parses and checks a run's gin files without importing anything heavy.
 
-    It leaves nothing in gin: one process may read several configurations, and a later one, in
-    either dialect, must not find these functions.
+    It leaves nothing in gin but what functions of the user's modules are bound to: one process may
+    read several configurations, and a later one, in either dialect, must not find T5X's functions.
 
     Raises:
       UserError: if a macro has no value, nothing reads an override, or a name is unknown, with the
@@ -106,7 +109,12 @@ def parse(inputs: T5xInputs) -> Parsed:
                 check_allowed(module, inputs.import_allowlist, data.places["module"])
                 imports.users.append(module)
         text = without_passwords(gin.operative_config_str())
-        return Parsed(called, values, tuple(imports.users), tuple(warnings), text)
+        of_users = {each: door.resolve_bindings(*each) for each in _bound_by_users()}
+    # Their own code calls them, when it is imported or makes a dataset.
+    for (scope, selector), arguments in of_users.items():
+        for argument, value in arguments.items():
+            gin.bind_parameter((scope, selector, argument), value)
+    return Parsed(called, values, tuple(imports.users), tuple(warnings), text)
 
 
 def macros_read(inputs: T5xInputs) -> frozenset[str]:
@@ -132,7 +140,7 @@ def _files_in_gin(inputs: T5xInputs) -> Iterator[tuple[Bindings, modules.Imports
         configuration_errors(t5x=True),
         # Mesh TensorFlow's files have some of T5X's names too, such as SentencePieceVocabulary, and
         # must not find these. What a user's module registers stays: it registers it only once.
-        door.isolate_config(modules.__name__, "optax."),
+        door.isolate_config(*_SERVED),
         modules.serve_modules() as imports,
         record_bindings("--gin_bindings") as bindings,
         # gin would find the files of an installed T5X among its packages.
@@ -140,11 +148,35 @@ def _files_in_gin(inputs: T5xInputs) -> Iterator[tuple[Bindings, modules.Imports
     ):
         # Check module imports while parsing, because that is when gin runs them.
         restrict_imports(inputs.import_allowlist)
-        gin.parse_config_files_and_bindings(
-            list(inputs.gin_files), list(inputs.gin_bindings), finalize_config=False
-        )
+        statements = list(inputs.gin_files), list(inputs.gin_bindings)
+        try:
+            gin.parse_config_files_and_bindings(*statements, finalize_config=False)
+        except ValueError as error:
+            if "No configurable matching" not in str(error) or not imports.users:
+                raise
+            # A file without dynamic registration may bind what these modules register.
+            for name in imports.users:
+                importlib.import_module(name)
+            gin.clear_config()
+            gin.parse_config_files_and_bindings(*statements, finalize_config=False)
         door.check_bound_addresses(bindings)
         yield bindings, imports
+
+
+def _bound_by_users() -> list[Reference]:
+    """The functions of the user's modules that are bound to plain values, by their scopes."""
+    return [
+        Reference(scope, selector)
+        for (scope, selector), arguments in door.bound().items()
+        if not door.function_of(selector).__module__.startswith((*_SERVED, "gin."))
+        # A record of a call of T5X's or SeqIO's is of no use to them.
+        and not any(
+            door.is_reference(inner)
+            for part in door.flatten_value(arguments)
+            if door.is_reference(part)
+            for inner in door.flatten_value(door.follow_macros(part))
+        )
+    ]
 
 
 def _locate_error(error: WrongArgument, bindings: Bindings) -> UserError:
@@ -184,7 +216,8 @@ def _program(run_mode: str) -> str:
 def _list_calls(selector: str, bindings: Bindings) -> list[Reference]:
     """Every call made to evaluate the program, macros included, in the order of its arguments.
 
-    A reference with scopes is called under those only; one without, under its caller's.
+    Calls that the user's own code may make come last. A reference with scopes is called under those
+    only; one without, under its caller's.
 
     Raises:
       UserError: if a call contains itself, with the places that bind its arguments.
@@ -216,7 +249,8 @@ def _list_calls(selector: str, bindings: Bindings) -> list[Reference]:
             if other.startswith(f"{call.selector}."):
                 visit(Reference(call.scope, other))
 
-    visit(Reference("", selector))
+    for call in (Reference("", selector), *_bound_by_users()):
+        visit(call)
     return list(calls)
 
 

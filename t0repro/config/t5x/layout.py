@@ -90,11 +90,13 @@ def _sizes(partitioner: Call) -> dict[str, int]:
 
 def _check(partitioner: Call) -> None:
     submesh = partitioner["model_parallel_submesh"]
-    if submesh and (len(submesh) != 4 or min(submesh) < 1):
+    # T5X takes a submesh of TPUs by their coordinates, and of other devices by their hosts.
+    if submesh and (len(submesh) not in (2, 4) or min(submesh) < 1):
         partitioner.refuse(
             "model_parallel_submesh",
-            "a submesh has four sizes of at least 1: x, y, z and cores.",
-            "Bind four sizes, such as (2, 1, 1, 1).",
+            "a submesh has sizes of at least 1: x, y, z and cores of TPUs, or else hosts and"
+            " devices of a host.",
+            "Bind four sizes, such as (2, 1, 1, 1), or two, such as (1, 2).",
         )
     for name in ("ici_mesh_shape", "dcn_mesh_shape"):
         shape = partitioner[name] or {}

@@ -266,7 +266,11 @@ class _Deferred:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        return function_of_class(getattr(importlib.import_module(self._name), name))
+        module = importlib.import_module(self._name)
+        if not hasattr(module, name):
+            near = nearest_names(name, [each for each in dir(module) if each[0] != "_"])
+            raise UserError(f"{self._name} has no {name}.", fix=f"Correct the name: {near}.")
+        return function_of_class(getattr(module, name))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -260,4 +260,8 @@ def read_schedule(program: Call, places: dict[str, str]) -> ScheduleConfig:
             places[f"schedule.arguments.{argument}"] = call.places[argument]
     if "learning_rate_fn" in trainer.places:
         places["schedule"] = trainer.places["learning_rate_fn"]
-    return program.read(ScheduleConfig, places, "schedule.", arguments=dict(call.arguments))
+    arguments = dict(call.arguments)
+    # Many files bind 0 beside a constant rate. Where a factor reads it, T5X divides by it.
+    if arguments["warmup_steps"] == 0 and not re.search("warmup|decay", str(arguments["factors"])):
+        del arguments["warmup_steps"]
+    return program.read(ScheduleConfig, places, "schedule.", arguments=arguments)

@@ -1,5 +1,6 @@
 """T5X's gin files, parsed without T5X: values, places, imports, and what is refused."""
 
+import importlib
 import json
 import re
 import subprocess
@@ -267,6 +268,62 @@ def test_other_names_for_seqios_and_t5xs_classes_are_known_and_shown(tmp_path):
     (line,) = list_differences(parsed.program)
     name = "partitioning.ModelBasedPjitPartitioner.num_partitions"
     assert line.startswith(f"{tmp_path}/mine.gin:20: {name} = 4 has no effect"), line
+
+
+ROWS_MODULE = """\
+import gin
+
+@gin.configurable
+def rows_folder(value="nowhere"):
+    return value
+"""
+
+
+@pytest.mark.parametrize("first", ["", "from __gin__ import dynamic_registration\n"])
+def test_what_a_users_own_functions_are_bound_to_reaches_them(tmp_path, monkeypatch, first):
+    name = f"rows_of_{'mine' if first else 'ours'}"  # a module registers its functions once
+    (tmp_path / f"{name}.py").write_text(ROWS_MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    bindings = f"import {name}\n{name}.rows_folder.value = %ROWS_FOLDER\n"
+    (tmp_path / "rows.gin").write_text(f"{first}{bindings}ROWS_FOLDER = ''\n")
+    required = (*REQUIRED, "ROWS_FOLDER = 'rows'")
+    parsed = parse(files=[MODEL, PRETRAIN, str(tmp_path / "rows.gin")], required=required)
+    assert not parsed.warnings
+    shown = {value.name: value.value for value in parsed.values}
+    assert shown[f"{name}.rows_folder.value"] == "'rows'"
+    assert importlib.import_module(name).rows_folder() == "rows"
+    # The next configuration in this process does not bind them.
+    parse()
+    assert importlib.import_module(name).rows_folder() == "nowhere"
+
+
+def test_a_name_that_a_users_module_lacks_is_refused_with_the_nearest(tmp_path, monkeypatch):
+    (tmp_path / "rows_of_theirs.py").write_text(ROWS_MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "rows.gin").write_text(
+        "from __gin__ import dynamic_registration\nimport rows_of_theirs\n"
+        "rows_of_theirs.row_folder.value = 'rows'\n"
+    )
+    with pytest.raises(UserError, match="rows_of_theirs has no row_folder") as caught:
+        parse(files=[MODEL, PRETRAIN, str(tmp_path / "rows.gin")])
+    assert "rows.gin:3" in str(caught.value.where)
+    assert "rows_folder" in str(caught.value.fix)
+
+
+@pytest.mark.parametrize("folder", ["third_party/py", "t5x", "/theirs"])
+def test_t5xs_files_are_found_where_an_authors_copy_of_t5x_was(tmp_path, monkeypatch, folder):
+    monkeypatch.chdir(tmp_path)
+    named = [f"{folder}/{name}" for name in (MODEL, PRETRAIN)]
+    if folder.startswith("/"):  # only this file's author knows what is there
+        with pytest.raises(UserError, match="There is no gin file /theirs"):
+            parse(files=named)
+        return
+    assert parse(files=named).values[:3] == parse().values[:3]
+    # Their own copy is read first.
+    copy = tmp_path / named[0]
+    copy.parent.mkdir(parents=True)
+    copy.write_text(f"include '{MODEL}'\nLABEL_SMOOTHING = 0.25\n")
+    assert any(f"{named[0]}:2" in item.place for item in parse(files=named).values)
 
 
 def test_a_macro_that_nothing_needs_any_more_may_stay_without_a_value():

@@ -40,6 +40,7 @@ def partitioner_differences(partitioner):
         ({}, Layout()),
         ({"num_partitions": 2}, Layout(model=2)),
         ({"model_parallel_submesh": (2, 2, 1, 2)}, Layout(model=8)),
+        ({"model_parallel_submesh": (1, 2)}, Layout(model=2)),  # hosts and devices of a host
         ({"ici_mesh_shape": {"data": 4, "model": 2}}, Layout(data=4, model=2)),
         (
             {"ici_mesh_shape": {"data": 4, "model": 2}, "dcn_mesh_shape": {"replica": 3}},

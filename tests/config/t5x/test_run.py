@@ -4,6 +4,7 @@ import dataclasses
 import re
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
 from t0repro.config.checkpoints import (
@@ -29,6 +30,7 @@ from t0repro.config.translation import translate
 from t0repro.converters.released import catalog
 from t0repro.errors import UserError
 from t0repro.parameters.shape import ALL_HEURISTIC
+from t0repro.training.schedules import make_schedule
 
 from ..t5x_trainings import (
     BIDIRECTIONAL,
@@ -223,6 +225,15 @@ optax.warmup_cosine_decay_schedule:
     call = {"function": "adamw", "arguments": {"learning_rate": rate}}
     assert ours.optimizer == OptaxConfig((call,))
     assert TrainRun.from_json(ours.to_json()) == ours
+
+
+def test_a_constant_rate_may_have_no_warmup(tmp_path):
+    rate = "utils.create_learning_rate_scheduler:\n  factors = '{}'\n  warmup_steps = 0\n"
+    ours = from_file(tmp_path, "from t5x import utils\n---\n" + rate.format("constant"))
+    assert float(make_schedule(ours.schedule)(jnp.float32(0.0))) == 1.0
+    # T5X divides by it, and its first rate is infinite.
+    with pytest.raises(UserError, match="warmup_steps is 0"):
+        from_file(tmp_path, "from t5x import utils\n---\n" + rate.format("rsqrt_decay"))
 
 
 def test_actions_and_the_best_checkpoints(tmp_path):
