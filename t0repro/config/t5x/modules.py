@@ -266,7 +266,12 @@ class _Deferred:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        module = importlib.import_module(self._name)
+        try:
+            module = importlib.import_module(self._name)
+        except AttributeError as error:  # gin would take it for a name that the module lacks
+            raise ImportError(f"AttributeError: {error}").with_traceback(
+                error.__traceback__
+            ) from None
         if not hasattr(module, name):
             near = nearest_names(name, [each for each in dir(module) if each[0] != "_"])
             raise UserError(f"{self._name} has no {name}.", fix=f"Correct the name: {near}.")

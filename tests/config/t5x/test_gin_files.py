@@ -310,6 +310,20 @@ def test_a_name_that_a_users_module_lacks_is_refused_with_the_nearest(tmp_path, 
     assert "rows_folder" in str(caught.value.fix)
 
 
+def test_a_users_module_that_uses_what_a_package_lacks_is_named_with_its_line(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "rows_of_others.py").write_text("import json\nLOADS = json.loadz\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "rows.gin").write_text(
+        "from __gin__ import dynamic_registration\nimport rows_of_others\n"
+        "rows_of_others.rows_folder.value = 'rows'\n"
+    )
+    with pytest.raises(UserError, match="has no attribute 'loadz'") as caught:
+        parse(files=[MODEL, PRETRAIN, str(tmp_path / "rows.gin")])
+    assert "rows_of_others.py:2" in str(caught.value.where)
+
+
 @pytest.mark.parametrize("folder", ["third_party/py", "t5x", "/theirs"])
 def test_t5xs_files_are_found_where_an_authors_copy_of_t5x_was(tmp_path, monkeypatch, folder):
     monkeypatch.chdir(tmp_path)
