@@ -472,9 +472,10 @@ def test_the_table_of_t5xs_files_has_the_counts_that_the_page_states():
     read = [row for row in rows if row[2] == "runs"]
     accepted = [row for row in read if row[3].startswith(("runs", "ready"))]
     page = " ".join((docs / "t5x.md").read_text().split())
+    assert len(accepted) == len(read)
     assert (
-        f"T5X and its samples for Vertex AI have {len(rows)} gin files: `explain` reads"
-        f" {len(read)} of them and `--dry_run` accepts {len(accepted)}."
+        f"Of the {len(rows)} gin files of T5X and its Vertex AI samples, `explain` reads and"
+        f" `--dry_run` accepts [{len(read)}]"
     ) in page
     outcomes = (docs / "evidence" / "t5x_gin_files.md").read_text()
     reasons = re.findall(r"^\| (\d+) \| ", outcomes, re.MULTILINE)
