@@ -206,8 +206,9 @@ def test_a_kernel_that_overrides_a_tie_without_scaling_is_kept(tiny_checkpoint, 
 def test_a_tied_model_whose_kernel_differs_from_its_embedding_is_refused(tiny_checkpoint, tmp_path):
     convert(tiny_checkpoint, tmp_path / "hf", "hf")
     change_config(tmp_path / "hf", tie_word_embeddings=True)
-    with pytest.raises(UserError, match="lm_head.weight differs from shared.weight"):
+    with pytest.raises(UserError, match="lm_head.weight differs from shared.weight") as refused:
         convert(tmp_path / "hf", tmp_path / "mtf", "mtf")
+    assert '"tie_word_embeddings": false' in str(refused.value.fix)
 
 
 # --- Bad input -----------------------------------------------------------------------------------
