@@ -125,7 +125,7 @@ def _write_rows(task: TaskDescription, split: str, path: Path) -> int:
     """Writes the split's rendered examples; returns their number."""
     examples = 0
     with name_in_errors(path), open(path, "w", encoding="utf-8") as file:
-        for row in rendered(task, split):
+        for row in render_examples(task, split):
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
             examples += 1
     if not examples:
@@ -133,7 +133,7 @@ def _write_rows(task: TaskDescription, split: str, path: Path) -> int:
     return examples
 
 
-def rendered(task: TaskDescription, split: str) -> Iterator[dict[str, Any]]:
+def render_examples(task: TaskDescription, split: str) -> Iterator[dict[str, Any]]:
     """The examples of a split as documents of the harness, in their order."""
     for example, rendering in enumerate(task.rows.examples(split)):
         choices, answer = list(rendering["answer_choices"]), rendering["targets"].strip()

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from t0repro.errors import UserError
-from t0repro.lm_eval.files import harness_task, rendered
+from t0repro.lm_eval.files import harness_task, render_examples
 from t0repro.storage import write_atomically
 from t0repro.storage.disk import atomic_directory
 from t0repro.storage.names import check_is_name
@@ -298,7 +298,7 @@ def _right_choices(samples: Sequence[_Sample]) -> list[frozenset[int]]:
       UnusableSamplesError: If the targets are not choices, or give other accuracies than the
         harness recorded.
     """
-    readings = [[read(sample) for sample in samples] for read in (_by_number, _by_text)]
+    readings = [[read(sample) for sample in samples] for read in (_match_number, _match_text)]
     possible = [
         [right for right in found if right is not None] for found in readings if None not in found
     ]
@@ -326,7 +326,7 @@ def _right_choices(samples: Sequence[_Sample]) -> list[frozenset[int]]:
     return agreeing[0]
 
 
-def _by_number(sample: _Sample) -> frozenset[int] | None:
+def _match_number(sample: _Sample) -> frozenset[int] | None:
     """The right choices if a target is a number or a list of numbers; None if it is neither."""
     if not re.fullmatch(r"-?\d+|\[(-?\d+(, -?\d+)*)?\]", sample.target):
         return None
@@ -335,7 +335,7 @@ def _by_number(sample: _Sample) -> frozenset[int] | None:
     return frozenset(number for number in numbers if 0 <= number < len(sample.choices))
 
 
-def _by_text(sample: _Sample) -> frozenset[int] | None:
+def _match_text(sample: _Sample) -> frozenset[int] | None:
     """The right choice if a target is a choice's text; None if it is not."""
     if sample.target not in sample.choices:
         return None
@@ -459,7 +459,7 @@ def _samples(scores: TaskScores, task: TaskDescription, split: str) -> Iterator[
     # In the order of examples and choices, as TaskScores has them.
     for example, score in zip(scores.input_index.tolist(), scores.score.tolist(), strict=True):
         of_example.setdefault(example, []).append(score)
-    for doc in rendered(task, split):
+    for doc in render_examples(task, split):
         found = of_example.pop(doc["example"], None)
         if found is None:  # a sample of the split was evaluated
             continue

@@ -89,11 +89,11 @@ def record_evaluation(utils: Any, metrics: MetricsFile) -> None:
         evaluation = _Evaluation(call.arguments, metrics)
 
         @functools.wraps(datasets_fn)
-        def noting_datasets_fn(*args: Any, **kwargs: Any) -> list[Any]:
-            return [evaluation.noting(dataset) for dataset in datasets_fn(*args, **kwargs)]
+        def make_recorded_datasets(*args: Any, **kwargs: Any) -> list[Any]:
+            return [evaluation.record_dataset(dataset) for dataset in datasets_fn(*args, **kwargs)]
 
         if datasets_fn is not None:
-            call.arguments["eval_dataset_fn"] = noting_datasets_fn
+            call.arguments["eval_dataset_fn"] = make_recorded_datasets
         current[:] = [evaluation]
         try:
             return original_eval(*call.args, **call.kwargs)
@@ -140,7 +140,7 @@ class _Evaluation:
             print_results(self._results, self._step, self._folder)
         self._results = {}
 
-    def noting(self, dataset: Any) -> Any:
+    def record_dataset(self, dataset: Any) -> Any:
         """Returns the EvalDataset with its functions wrapped to record examples and results."""
         from mesh_tensorflow.transformer.dataset import EvalDataset
 
@@ -150,16 +150,16 @@ class _Evaluation:
             return dataset
         # eval_model calls a task's metrics in their order, so the last one completes its record.
         return dataset._replace(
-            postprocess_fn=self._noting_targets(
+            postprocess_fn=self._count_targets(
                 dataset.name, dataset.postprocess_fn, ranks_choices(functions)
             ),
             metric_fns=[
-                self._noting_results(dataset.name, each, each is functions[-1])
+                self._record_results(dataset.name, each, each is functions[-1])
                 for each in functions
             ],
         )
 
-    def _noting_targets(
+    def _count_targets(
         self, task: str, original: Callable[..., Any], ranked: bool
     ) -> Callable[..., Any]:
         """Counts each example once, when eval_model postprocesses its target.
@@ -184,7 +184,7 @@ class _Evaluation:
 
         return postprocess
 
-    def _noting_results(
+    def _record_results(
         self, task: str, metric_fn: Callable[..., Any], last: bool
     ) -> Callable[..., Any]:
         @functools.wraps(metric_fn)
@@ -218,7 +218,7 @@ class _Evaluation:
         if len(files) < len(names):
             return  # records are only read from local file systems
         if self._checkpoint is None:
-            self._checkpoint = _identified(self._path, self._step)
+            self._checkpoint = _describe_checkpoint(self._path, self._step)
         limit, statistics = _num_eval_examples(), self._statistics[task].as_record()
         settings = EvaluationSettings(
             split=self._split,
@@ -241,7 +241,7 @@ class _Evaluation:
         folder.record(TaskResult(task, self._step, metrics, statistics, files), details)
 
 
-def _identified(path: str, step: int) -> Checkpoint:
+def _describe_checkpoint(path: str, step: int) -> Checkpoint:
     """A record's facts about a checkpoint; the digest is empty if it is not a T5."""
     try:
         reader = sources.open_checkpoint(sources.find_checkpoint(path))

@@ -66,14 +66,14 @@ def read_curves(folders: Sequence[Path], metric: str | None = None) -> tuple[str
     curves: dict[tuple[Path, str], Points] = {}
     titles: dict[tuple[Path, str], str] = {}
     runs = {
-        run: _of_lines(run) if (run / METRICS_FILE).is_file() else _of_evaluation(run)
+        run: _read_lines(run) if (run / METRICS_FILE).is_file() else _read_evaluation(run)
         for given in folders
         for run in _runs_at(given)
     }
     if metric is None:
         for run, found in runs.items():
             if not found:
-                found |= _of_events(run)
+                found |= _read_events(run)
         names = set[str]().union(*runs.values())
         metric = next((each for each in _DEFAULT_METRICS if each in names), _DEFAULT_METRICS[0])
     elif all(metric not in found and _EVAL + metric in found for found in runs.values()):
@@ -81,7 +81,7 @@ def read_curves(folders: Sequence[Path], metric: str | None = None) -> tuple[str
     for folder, found in runs.items():
         # Only if metrics.jsonl lacks it, since this reads every event file below the run.
         if metric not in found:
-            found |= _of_events(folder)
+            found |= _read_events(folder)
         if not found:
             if (folder / METRICS_FILE).is_file():
                 what = f"{METRICS_FILE} is empty"
@@ -145,7 +145,7 @@ def _runs_at(folder: Path) -> list[Path]:
     return list(folders_with(METRICS_FILE, folder)) or [folder]
 
 
-def _of_lines(folder: Path) -> _Found:
+def _read_lines(folder: Path) -> _Found:
     found: _Found = {}
     # In writing order: after a restart, a step's later line replaces the earlier one.
     for row in metric_rows(folder / METRICS_FILE):
@@ -169,7 +169,7 @@ def _of_lines(folder: Path) -> _Found:
     return found
 
 
-def _of_evaluation(folder: Path) -> _Found:
+def _read_evaluation(folder: Path) -> _Found:
     """What SeqIO's JSONLogger wrote, which takes no TensorBoard to read."""
     found: _Found = {}
     for path in folder.rglob(f"*{_OF_TASK}"):
@@ -183,7 +183,7 @@ def _of_evaluation(folder: Path) -> _Found:
     return found
 
 
-def _of_events(folder: Path) -> _Found:
+def _read_events(folder: Path) -> _Found:
     found: _Found = {}
     for parent, _, names in os.walk(folder):
         # Each folder of event files is a separate TensorBoard run.

@@ -419,12 +419,17 @@ def _open_address(path: str) -> IO[str]:
         ) from error
 
 
+def shipped_files() -> Path:
+    """The folder of this package's gin files: `t5x/configs/runs/pretrain.gin` and others."""
+    return Path(str(t0repro.gin.__file__)).parent
+
+
 def _shipped_as(path: str) -> Path | None:
     """T5X's file in this package for `third_party/py/t5x/configs/runs/eval.gin`, looked for there.
 
     So authors include T5X's files if their copy of T5X is not in a folder of its own.
     """
-    shipped = Path(str(t0repro.gin.__file__)).parent
+    shipped = shipped_files()
     _, t5x, inside = path.removeprefix(f"{shipped}/").rpartition("/t5x/")
     return shipped / "t5x" / inside if t5x and path.startswith(f"{shipped}/") else None
 

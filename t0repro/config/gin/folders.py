@@ -10,15 +10,10 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
 
-import t0repro.gin
 from t0repro.config.gin import door
+from t0repro.config.gin.door import shipped_files
 
 DEFAULTS = "defaults.gin"  # of Mesh TensorFlow
-
-
-def shipped_files() -> Path:
-    """The folder of this package's gin files: `t5x/configs/runs/pretrain.gin` and others."""
-    return Path(str(t0repro.gin.__file__)).parent
 
 
 def mesh_folders(prefixes: Sequence[str]) -> list[str]:

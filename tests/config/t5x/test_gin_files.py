@@ -279,15 +279,23 @@ def rows_folder(value="nowhere"):
 """
 
 
-@pytest.mark.parametrize("first", ["", "from __gin__ import dynamic_registration\n"])
+DYNAMIC = "from __gin__ import dynamic_registration\n"
+
+
+def bind_rows(folder, module, source, binding, first=DYNAMIC):
+    """The gin files of a run, the last of which imports a module made here and binds in it."""
+    (folder / f"{module}.py").write_text(source)
+    (folder / "rows.gin").write_text(f"{first}import {module}\n{module}.{binding}\n")
+    return [MODEL, PRETRAIN, str(folder / "rows.gin")]
+
+
+@pytest.mark.parametrize("first", ["", DYNAMIC])
 def test_what_a_users_own_functions_are_bound_to_reaches_them(tmp_path, monkeypatch, first):
     name = f"rows_of_{'mine' if first else 'ours'}"  # a module registers its functions once
-    (tmp_path / f"{name}.py").write_text(ROWS_MODULE)
     monkeypatch.syspath_prepend(tmp_path)
-    bindings = f"import {name}\n{name}.rows_folder.value = %ROWS_FOLDER\n"
-    (tmp_path / "rows.gin").write_text(f"{first}{bindings}ROWS_FOLDER = ''\n")
-    required = (*REQUIRED, "ROWS_FOLDER = 'rows'")
-    parsed = parse(files=[MODEL, PRETRAIN, str(tmp_path / "rows.gin")], required=required)
+    binding = "rows_folder.value = %ROWS_FOLDER\nROWS_FOLDER = ''"
+    files = bind_rows(tmp_path, name, ROWS_MODULE, binding, first)
+    parsed = parse(files=files, required=(*REQUIRED, "ROWS_FOLDER = 'rows'"))
     assert not parsed.warnings
     shown = {value.name: value.value for value in parsed.values}
     assert shown[f"{name}.rows_folder.value"] == "'rows'"
@@ -298,14 +306,10 @@ def test_what_a_users_own_functions_are_bound_to_reaches_them(tmp_path, monkeypa
 
 
 def test_a_name_that_a_users_module_lacks_is_refused_with_the_nearest(tmp_path, monkeypatch):
-    (tmp_path / "rows_of_theirs.py").write_text(ROWS_MODULE)
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "rows.gin").write_text(
-        "from __gin__ import dynamic_registration\nimport rows_of_theirs\n"
-        "rows_of_theirs.row_folder.value = 'rows'\n"
-    )
+    files = bind_rows(tmp_path, "rows_of_theirs", ROWS_MODULE, "row_folder.value = 'rows'")
     with pytest.raises(UserError, match="rows_of_theirs has no row_folder") as caught:
-        parse(files=[MODEL, PRETRAIN, str(tmp_path / "rows.gin")])
+        parse(files=files)
     assert "rows.gin:3" in str(caught.value.where)
     assert "rows_folder" in str(caught.value.fix)
 
@@ -313,14 +317,11 @@ def test_a_name_that_a_users_module_lacks_is_refused_with_the_nearest(tmp_path, 
 def test_a_users_module_that_uses_what_a_package_lacks_is_named_with_its_line(
     tmp_path, monkeypatch
 ):
-    (tmp_path / "rows_of_others.py").write_text("import json\nLOADS = json.loadz\n")
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "rows.gin").write_text(
-        "from __gin__ import dynamic_registration\nimport rows_of_others\n"
-        "rows_of_others.rows_folder.value = 'rows'\n"
-    )
+    source = "import json\nLOADS = json.loadz\n"
+    files = bind_rows(tmp_path, "rows_of_others", source, "rows_folder.value = 'rows'")
     with pytest.raises(UserError, match="has no attribute 'loadz'") as caught:
-        parse(files=[MODEL, PRETRAIN, str(tmp_path / "rows.gin")])
+        parse(files=files)
     assert "rows_of_others.py:2" in str(caught.value.where)
 
 
