@@ -188,6 +188,8 @@ OptimizerConfig = (
 )
 
 
+_WARMUP = {"warmup_steps": Range(above=0)}
+_BASE = {"base_learning_rate": Range(at_least=0)}
 # Those that must be above 0 are divisors in the schedules' formulas.
 SCHEDULE_RANGES = {
     "value": Range(at_least=0),
@@ -195,18 +197,24 @@ SCHEDULE_RANGES = {
     "initial_lr": Range(at_least=0),
     "max_learning_rate": Range(at_least=0),
     "multiplier": Range(at_least=0),
-    "warmup_steps": Range(above=0),
-    "base_learning_rate": Range(at_least=0),
-    "min_learning_rate": Range(at_least=0),
-    "decay_factor": Range(at_least=0),
-    "steps_per_decay": Range(above=0),
-    "steps_per_cycle": Range(above=0),
     "steps_or_fraction": Range(above=0),
     "linear_decay_fraction": Range(at_least=0, at_most=1),
     "cut_fraction": Range(above=0, below=1),
     "ratio": Range(above=0),
     "start_step": Range(at_least=0),
     "offset": Range(),
+    **_WARMUP,
+    # T5X's factors, each with the arguments of the product that it reads; "" is the product.
+    "factors": {
+        "": {"min_learning_rate": Range(at_least=0)},
+        "constant": _BASE,
+        "linear_warmup": _WARMUP,
+        "linear_decay": _BASE | _WARMUP | {"decay_factor": Range(at_least=0)},
+        "rsqrt_decay": _WARMUP,
+        "rsqrt_normalized_decay": _WARMUP,
+        "decay_every": {"decay_factor": Range(at_least=0), "steps_per_decay": Range(above=0)},
+        "cosine_decay": {"warmup_steps": Range(at_least=0), "steps_per_cycle": Range(above=0)},
+    },
 }
 
 

@@ -309,13 +309,18 @@ def _check_one(name: str, value: Any, hint: Any, limits: Range | None, where: st
 
 
 def _check_arguments(
-    name: str, arguments: Mapping[str, Any], limits: Mapping[str, Range], provenance: Any
+    name: str, arguments: Mapping[str, Any], limits: Mapping[str, Any], provenance: Any
 ) -> None:
     """Checks a function's arguments, including those of functions among its factors."""
+    ranges = [limits]
+    if isinstance(factors := arguments.get("factors"), str):
+        # T5X's are names in one text, and each reads some of the product's arguments.
+        ranges = [limits["factors"].get(each.strip(), {}) for each in ("", *factors.split("*"))]
     for key, value in arguments.items():
         place = place_of(f"{name}.{key}", provenance)
-        if key in limits and value is not None:
-            _check_one(f"{name}.{key}", value, float, limits[key], place)
+        for limit in (each.get(key) for each in ranges):
+            if isinstance(limit, Range) and value is not None:
+                _check_one(f"{name}.{key}", value, float, limit, place)
         # A factor is a number, or a schedule with its own arguments.
         for factor in value if isinstance(value, list) else ():
             if isinstance(factor, Mapping):

@@ -258,7 +258,7 @@ def known_bindings() -> Mapping[str, set[str] | EllipsisType]:
         known.setdefault(full_name(name), set()).update(arguments)
     every = dict.fromkeys(map(full_name, _ANY_ARGUMENT), ...)
     # `run` passes the others, the step and the number of steps.
-    of_schedules = {*SCHEDULE_RANGES, "factors"}
+    of_schedules = set(SCHEDULE_RANGES)
     return {**known, **dict.fromkeys(SCHEDULES, of_schedules), **every}
 
 

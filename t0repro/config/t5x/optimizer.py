@@ -16,6 +16,7 @@ from t0repro.config.optimizer import (
     OptimizerPart,
     ScheduleConfig,
 )
+from t0repro.config.settings import check_values
 from t0repro.config.t5x.calls import Call, call_with_defaults
 from t0repro.parameters.shape import (
     ALL_HEURISTIC,
@@ -217,6 +218,8 @@ def _plain_call(call: Call) -> Mapping[str, Any]:
         # T5X's own schedule, which optax calls with its count of updates.
         if isinstance(argument, Call) and argument.configurable == _SCHEDULE:
             function = _SCHEDULE.rpartition(".")[2]
+            set_at = {f"arguments.{key}": place for key, place in argument.places.items()}
+            check_values(ScheduleConfig, vars(argument), set_at)
             return {"function": function, "arguments": dict(argument.arguments)}
         if isinstance(argument, list | tuple):
             return [plain(name, item) for item in argument]
@@ -260,8 +263,4 @@ def read_schedule(program: Call, places: dict[str, str]) -> ScheduleConfig:
             places[f"schedule.arguments.{argument}"] = call.places[argument]
     if "learning_rate_fn" in trainer.places:
         places["schedule"] = trainer.places["learning_rate_fn"]
-    arguments = dict(call.arguments)
-    # Many files bind 0 beside a constant rate. Where a factor reads it, T5X divides by it.
-    if arguments["warmup_steps"] == 0 and not re.search("warmup|decay", str(arguments["factors"])):
-        del arguments["warmup_steps"]
-    return program.read(ScheduleConfig, places, "schedule.", arguments=arguments)
+    return program.read(ScheduleConfig, places, "schedule.", arguments=dict(call.arguments))

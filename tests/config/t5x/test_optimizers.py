@@ -162,6 +162,17 @@ def test_a_chain_takes_t5xs_own_schedule(tmp_path):
     assert rates_of(config, 6) == pytest.approx([1e-8, 0.125, 0.25, 0.375, 0.5, 0.5])
 
 
+def test_a_chains_schedule_is_in_its_ranges(tmp_path):
+    text = (
+        f"{CHAIN}[@optax.sgd()]\n"
+        "optax.sgd.learning_rate = @utils.create_learning_rate_scheduler()\n"
+        "utils.create_learning_rate_scheduler:\n  factors = 'linear_warmup'\n  warmup_steps = 0\n"
+    )
+    with pytest.raises(UserError, match="warmup_steps is 0") as error:
+        from_file(tmp_path, text)
+    assert "run.gin:" in str(error.value.where)
+
+
 def test_boundaries_of_a_schedule_are_steps_though_json_has_only_texts_as_keys(tmp_path):
     text = (
         f"{CHAIN}[@optax.sgd()]\noptax.sgd.learning_rate = @optax.piecewise_constant_schedule()\n"

@@ -227,13 +227,46 @@ optax.warmup_cosine_decay_schedule:
     assert TrainRun.from_json(ours.to_json()) == ours
 
 
-def test_a_constant_rate_may_have_no_warmup(tmp_path):
-    rate = "utils.create_learning_rate_scheduler:\n  factors = '{}'\n  warmup_steps = 0\n"
-    ours = from_file(tmp_path, "from t5x import utils\n---\n" + rate.format("constant"))
-    assert float(make_schedule(ours.schedule)(jnp.float32(0.0))) == 1.0
-    # T5X divides by it, and its first rate is infinite.
-    with pytest.raises(UserError, match="warmup_steps is 0"):
-        from_file(tmp_path, "from t5x import utils\n---\n" + rate.format("rsqrt_decay"))
+RATE = "from t5x import utils\n---\nutils.create_learning_rate_scheduler:\n  factors = '{}'\n  {}\n"
+
+
+@pytest.mark.parametrize(
+    ("factors", "binding", "first"),
+    [
+        ("constant", "warmup_steps = 0", 1.0),
+        ("constant * decay_every", "warmup_steps = 0", 1.0),
+        # It subtracts the warm-up and does not divide by it.
+        ("constant * cosine_decay", "warmup_steps = 0", 1.0),
+        ("constant", "steps_per_decay = 0", 1.0),
+        ("rsqrt_decay", "steps_per_cycle = -1", 10000**-0.5),
+    ],
+)
+def test_an_argument_of_a_schedule_may_be_anything_to_factors_that_ignore_it(
+    tmp_path, factors, binding, first
+):
+    ours = from_file(tmp_path, RATE.format(factors, binding))
+    assert float(make_schedule(ours.schedule)(jnp.int32(0))) == pytest.approx(first)
+
+
+@pytest.mark.parametrize(
+    ("factors", "binding"),
+    [
+        # T5X divides by these.
+        ("rsqrt_decay", "warmup_steps = 0"),
+        ("constant * linear_warmup", "warmup_steps = 0"),
+        ("cosine_decay * linear_decay", "warmup_steps = 0"),
+        ("rsqrt_normalized_decay", "warmup_steps = 0"),
+        ("constant*decay_every", "steps_per_decay = 0"),
+        ("cosine_decay", "steps_per_cycle = 0"),
+        ("cosine_decay", "warmup_steps = -1"),
+        ("constant", "base_learning_rate = -1.0"),
+        ("constant", "min_learning_rate = -1.0"),
+    ],
+)
+def test_an_argument_that_a_factor_reads_is_in_its_range(tmp_path, factors, binding):
+    with pytest.raises(UserError, match=binding.replace(" =", " is")) as error:
+        from_file(tmp_path, RATE.format(factors, binding))
+    assert "run.gin:" in str(error.value.where)
 
 
 def test_actions_and_the_best_checkpoints(tmp_path):
