@@ -168,10 +168,21 @@ def default_vocabulary() -> VocabularyFile:
 
 
 def named_vocabulary(address: str | os.PathLike[str] | None) -> VocabularyFile:
-    """The vocabulary of this path or address; the default for None."""
+    """The vocabulary of this path or address; the default for None.
+
+    Raises:
+      UserError: If there is no such file, or T0REPRO_EXTRA_IDS is not a number.
+    """
     if address is None:
         return default_vocabulary()
-    return VocabularyFile(os.fspath(address), _given_sentinels())
+    path = os.fspath(address)
+    if path != BYTES and not is_address(path) and not Path(path).is_file():
+        raise UserError(
+            f"There is no vocabulary {path}.",
+            where="--vocab, or vocabulary in Python",
+            fix="Give the path of a SentencePiece model file, such as spiece.model.",
+        )
+    return VocabularyFile(path, _given_sentinels())
 
 
 def _given_sentinels() -> int | None:
@@ -517,7 +528,7 @@ def _advice(address: str) -> str:
     if address not in (*T5_ADDRESSES, os.environ.get(VOCABULARY_VARIABLE)):
         # T5's vocabulary cannot replace it, since its tokens differ.
         copied = f": gsutil cp {address} ." if address.startswith("gs://") else "."
-        return f"Name a copy on this machine where the gin file or the task names this one{copied}"
+        return f"Name a copy on this machine where the gin file, the task or --vocab has it{copied}"
     return (
         f"Set {VOCABULARY_VARIABLE} to a copy of T5's sentencepiece.model on this machine."
         f" To get one: gsutil cp {DEFAULT_ADDRESS} ."

@@ -36,6 +36,7 @@ from t0repro.errors import UserError, needs_reference_tier
 from t0repro.progress import SeqioOnce
 from t0repro.storage import check_readable, input_path
 from t0repro.tasks.modules import resolved_modules
+from t0repro.tasks.vocabulary import named_vocabulary
 from t0repro.words import printable
 
 if TYPE_CHECKING:
@@ -115,14 +116,9 @@ def _check_flags(options: Any) -> None:
             " --gin_param=\"MIXTURE_NAME = 'demo_train'\" --gin_file=demo/t5.1.1.demo.gin"
             ' --gin_param="utils.run.mesh_shape = []"; --help lists the flags.',
         )
-    vocab = options.vocab
     check_output(options.model_dir, "--model_dir", jax=options.backend == "jax")
-    if vocab and "://" not in vocab and not os.path.isfile(vocab):
-        raise UserError(
-            f"There is no vocabulary {vocab}.",
-            where="--vocab",
-            fix="Give the path of a SentencePiece model file.",
-        )
+    if options.vocab:
+        named_vocabulary(options.vocab)
     if options.mode and not options.use_model_api:
         raise UserError(
             "--mode is a flag of the Model API.",

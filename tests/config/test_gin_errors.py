@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
+from t0repro.config.gin.imports import list_imports
 from t0repro.config.mtf import dialect
 from t0repro.config.mtf.parser import MeshInputs
 from t0repro.config.run import TrainRun
@@ -100,6 +101,23 @@ def test_what_is_wrong_in_a_file_is_named_by_file_and_line(tmp_path, line, what,
     assert what in error.what
     assert where in str(error.where)
     assert fix in str(error.fix)
+
+
+def test_a_folder_in_place_of_a_file_is_answered_with_its_files(tmp_path):
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    error = refusal(f"{TEXT}include '{folder}'\n", tmp_path)
+    assert (error.what, error.fix) == (
+        f"{folder} is a folder, not a gin file.",
+        "Name a gin file; no .gin file is directly in this folder.",
+    )
+    assert "mine.gin:21" in str(error.where)
+    for name in ("b", "a", "d", "c"):
+        (folder / f"{name}.gin").touch()
+    error = refusal(f"{TEXT}include '{folder}'\n", tmp_path)
+    assert error.fix == f"Name a file in it: {folder}/a.gin, {folder}/b.gin, {folder}/c.gin, ..."
+    with pytest.raises(UserError, match=f"{folder} is a folder"):
+        list_imports([str(folder)], (), (), None)
 
 
 def test_a_file_that_is_not_utf_8_is_named(tmp_path):

@@ -219,7 +219,7 @@ def _listing(root: Path) -> list[tuple[str, int]]:
         ),
         ("unknown configurable", ["No configurable matching 'runn'"]),
         ("syntax", ["the command line: ", "'three"]),
-        ("missing gin file", ["no_such.gin", "--gin_file", "Searched config paths"]),
+        ("missing gin file", ["no_such.gin", "--gin_file", "Searched: "]),
         ("undefined macro", ["NONE", "--gin_param 'run.train_steps = %NONE'"]),
         ("missing module", ["no_such_module", "--module_import"]),
         ("unknown mixture", ["'tiny_trian'", "'tiny_train'"]),

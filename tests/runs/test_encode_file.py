@@ -169,6 +169,19 @@ def test_a_vocabulary_that_was_replaced_under_its_name_is_another(tmp_path):
     assert identities[0] != identities[1]
 
 
+def test_a_vocabulary_that_is_not_there_is_answered_with_the_option(tmp_path, monkeypatch):
+    model, texts = str(save_encoder(tmp_path / "model", rows=1408)), tmp_path / "mine.txt"
+    texts.write_text("It rained.")
+    words = ["encode", f"--checkpoint={model}", f"--texts={texts}", f"--out={tmp_path}/out.npz"]
+    with pytest.raises(UserError, match=r"There is no vocabulary .*no\.model") as error:
+        command()(
+            args=[*words, f"--vocab={tmp_path}/no.model"],
+            obj=ErrorHandling(),
+            standalone_mode=False,
+        )
+    assert "--vocab" in str(error.value.where) and "gin" not in str(error.value)
+
+
 def with_another_score(content: bytes) -> bytes:
     from sentencepiece import sentencepiece_model_pb2
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from t0repro import compat
 from t0repro.config.gin import door
 from t0repro.config.gin.door import Bindings, Key
-from t0repro.config.gin.folders import is_shipped, nearest_gin_files
+from t0repro.config.gin.folders import is_shipped, no_gin_file
 from t0repro.errors import UserError, nearest_names, place_in_module
 from t0repro.tasks.registry import registered_mixtures, registered_tasks
 
@@ -83,13 +83,7 @@ def _describe(
         )
     missing = re.match(r"Unable to open file: (.*?)\. Searched config paths: (.*?)\.(\n|$)", text)
     if missing:
-        return UserError(
-            f"There is no gin file {missing.group(1)}.",
-            where=_place_in(text) or "--gin_file",
-            fix=f"Correct the name: {nearest_gin_files(missing[1], _parse_list(missing[2]))}; or"
-            " name the file's folder with --gin_location_prefix. Searched config paths:"
-            f" {_short(missing[2])}.",
-        )
+        return no_gin_file(missing[1], _parse_list(missing[2]), _place_in(text) or "--gin_file")
     if re.match(r"'[\w.]+' was not provided by an import statement", text):
         return _missing_import(text, _place_in(text) or file or ANYWHERE, t5x)
     # gin does not say which file it could not decode, so no place is in the message.

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from t0repro.config.gin import door
 from t0repro.config.gin.door import shipped_files
+from t0repro.errors import UserError
 
 DEFAULTS = "defaults.gin"  # of Mesh TensorFlow
 
@@ -85,6 +86,28 @@ def open_file(name: str, folders: Sequence[str]) -> tuple[str, str] | None:
                     text = file.read()
                 return path, text if isinstance(text, str) else text.decode()
     return None
+
+
+def no_gin_file(name: str, folders: Sequence[str], where: str) -> UserError:
+    """The error for a gin file that is in none of the folders searched.
+
+    Args:
+      name: As a command line or an `include` names it.
+      folders: As in `open_file`.
+      where: What names it.
+    """
+    for folder in (Path(at, name) for at in folders):
+        if folder.is_dir():
+            inside = sorted(str(path) for path in folder.glob("*.gin"))
+            fix = f"Name a file in it: {', '.join(inside[:3])}{', ...' if inside[3:] else '.'}"
+            fix = fix if inside else "Name a gin file; no .gin file is directly in this folder."
+            return UserError(f"{name} is a folder, not a gin file.", where=where, fix=fix)
+    return UserError(
+        f"There is no gin file {name}.",
+        where=where,
+        fix=f"Correct the name: {nearest_gin_files(name, folders)}; or name the file's folder with"
+        f" --gin_location_prefix. Searched: {', '.join(dict.fromkeys(x or '.' for x in folders))}.",
+    )
 
 
 def nearest_gin_files(name: str, folders: Iterable[str]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from t0repro.config.gin import door
 from t0repro.config.gin.errors import configuration_errors
-from t0repro.config.gin.folders import nearest_gin_files, open_file
+from t0repro.config.gin.folders import no_gin_file, open_file
 from t0repro.config.gin.statements import (
     ImportStatement,
     last_bindings,
@@ -100,12 +100,7 @@ def list_imports(
     def open_include(name: str, within: Sequence[str]) -> tuple[str, str]:
         file = open_file(name, search)
         if file is None:
-            raise UserError(
-                f"There is no gin file {name}.",
-                where=within[-1] if within else "--gin_file",
-                fix=f"Correct the name: {nearest_gin_files(name, search)}."
-                f" Searched: {', '.join(folder or '.' for folder in search)}.",
-            )
+            raise no_gin_file(name, search, within[-1] if within else "--gin_file")
         # gin would recurse until Python stops it.
         if file[0] in within:
             raise UserError(

@@ -137,7 +137,6 @@ def _files_in_gin(inputs: T5xInputs) -> Iterator[tuple[Bindings, modules.Imports
     """Parses the files and overrides into gin's state; yields their places and other imports."""
     door.extend_readers()
     with (
-        configuration_errors(t5x=True),
         # Mesh TensorFlow's files have some of T5X's names too, such as SentencePieceVocabulary, and
         # must not find these. What a user's module registers stays: it registers it only once.
         door.isolate_config(*_SERVED),
@@ -145,6 +144,8 @@ def _files_in_gin(inputs: T5xInputs) -> Iterator[tuple[Bindings, modules.Imports
         record_bindings("--gin_bindings") as bindings,
         # gin would find the files of an installed T5X among its packages.
         door.search_only(*inputs.gin_search_paths, str(shipped_files()), in_packages=False),
+        # Innermost: an error's nearest names are those that gin has until the others end.
+        configuration_errors(bindings, t5x=True),
     ):
         # Check module imports while parsing, because that is when gin runs them.
         restrict_imports(inputs.import_allowlist)

@@ -364,7 +364,9 @@ def test_an_infinite_number_is_refused_by_its_name_and_place(number):
         (["trian/utils.DatasetConfig.seed = 3"], "does not read trian[^$]*'train/utils.Data"),
         (["infer_eval/utils.DatasetConfig.seed = 3"], "does not read infer_eval/utils.Dataset"),
         (["utils.DatasetConfg.seed = 3"], "DatasetConfg"),
-        (["train/utils.DatasetConfig.sed = 3"], "sed"),
+        (["train/utils.DatasetConfig.sed = 3"], "sed[^$]*fix: Nearest: 'seed'"),
+        (["train_script.train.random_sed = 3"], "sed[^$]*fix: Nearest: 'random_seed'"),
+        (["adafactor.Adafactor.decay_rte = 3"], "rte[^$]*fix: Nearest: 'decay_rate'"),
         (["train/utils.DatasetConfig.num_workers = 4"], "num_workers"),
         (
             ["train/utils.DatasetConfig.module = @utils.override_params_axes_names"],
