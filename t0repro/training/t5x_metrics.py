@@ -57,8 +57,8 @@ def loss_and_sums(
       z_loss: whether to add z_loss.
     """
     config = model.config
-    # Count first: a language model's inputs are about to be joined to its targets.
-    counts, batch = token_counts(batch), text_to_self(config, batch)
+    # A language model's inputs are targets too, and T5X counts them so.
+    batch = text_to_self(config, batch)
     rngs = {} if dropout_key is None else {"dropout": dropout_key}
     hidden = model.apply(
         {"params": parameters}, batch, deterministic=dropout_key is None, rngs=rngs, hidden=True
@@ -87,7 +87,7 @@ def loss_and_sums(
     loss, parts = add_choice_losses(config, loss, per_target, batch)
     if parts:
         sums |= {**parts, "total_loss": loss}
-    return loss, sums | counts
+    return loss, sums | token_counts(batch)
 
 
 def token_counts(batch: Batch) -> Sums:

@@ -222,6 +222,30 @@ def test_a_language_model_is_trained_on_texts_alone(packed):
     }
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("on_targets_only", [False, True])
+def test_inputs_that_become_targets_are_counted_as_targets(on_targets_only, packed):
+    shape = {"model_type": "delimited_lm", "num_encoder_layers": 0}
+    model = T5(config_of(20.0, **shape, loss_on_targets_only=on_targets_only), tiny.FLOAT32)
+    rows = {"inputs": [[9, 8, 7, 6, 1, 0]], "targets": [[7, 1, 0, 0, 0]]}
+    if packed:
+        rows = {
+            "inputs": [[5, 1, 6, 1, 0, 0], *rows["inputs"]],
+            "inputs_segmentation": [[1, 1, 2, 2, 0, 0], [1, 1, 1, 1, 1, 0]],
+            "targets": [[4, 3, 1, 2, 1], *rows["targets"]],
+            "targets_segmentation": [[1, 1, 1, 2, 2], [1, 1, 0, 0, 0]],
+        }
+    batch = {name: np.asarray(x, np.int32) for name, x in rows.items()}
+    metrics, _ = measured(model, initial_parameters(model, jax.random.key(0)), batch)
+    size, real, scored = (22, 16, 7) if packed else (11, 7, 2)
+    scored = scored if on_targets_only else real
+    assert metrics["non_padding_fraction/loss_weights"] == pytest.approx(scored / size)
+    assert metrics["loss_per_all_target_tokens"] == pytest.approx(metrics["loss"] / size)
+    assert metrics["non_padding_fraction/overall"] == pytest.approx(real / size)
+    assert metrics["timing/target_tokens_per_second"] == size
+    assert not any("encoder" in name for name in metrics)
+
+
 def test_the_loss_of_a_target_token_is_the_same_whatever_the_dialect_divides_by():
     shown = []
     # Mesh TensorFlow's divisor (padding too), T5X's sum, and T5X's count of target tokens.
