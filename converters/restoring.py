@@ -20,7 +20,7 @@ from t0repro.converters.model_files import open_configured
 from t0repro.converters.own_tokenizer import check_own_tokenizer
 from t0repro.converters.tensor_bundle import BundleReader
 from t0repro.converters.tensors import CheckpointRef, FlatTree, StoredTree, cast_parameters
-from t0repro.errors import UserError, nearest_names
+from t0repro.errors import UserError, nearest_names, similar_names
 from t0repro.parameters import naming
 from t0repro.progress import say
 from t0repro.words import counted
@@ -238,7 +238,7 @@ def assign_names(
             f"No name of the model matches {' and '.join(repr(each) for each in sorted(unused))}.",
             where=_WHERE,
             fix="A pattern has to match a whole name, for instance"
-            f" {nearest_names(min(unused), wanted, count=1)}.",
+            f" {(similar_names(min(unused), wanted) or wanted)[0]!r}.",
         )
     absent = sorted({name for name in assigned.values() if name is not None} - set(stored))
     if absent:

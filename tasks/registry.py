@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from t0repro.errors import NONE_IS_SIMILAR, UserError, nearest_names
+from t0repro.errors import UserError, nearest_names, similar_names
 from t0repro.storage import input_path
 from t0repro.tasks.catalog import label
 from t0repro.tasks.mixture_checks import check_alike, check_seqio_rates
@@ -278,10 +278,9 @@ def _nearest(name: str, mixtures: Iterable[str]) -> str:
     """The mixtures nearest to a name; if none is, or it is a task's, the tasks."""
     if name in registered_tasks():
         return "no mixture, but a task of this name"
-    near, tasks = nearest_names(name, mixtures), nearest_names(name, registered_tasks())
-    if not near.startswith(NONE_IS_SIMILAR) or tasks.startswith(NONE_IS_SIMILAR):
-        return near
-    return f"no mixture, but tasks {tasks}"
+    if not similar_names(name, mixtures) and similar_names(name, registered_tasks()):
+        return f"no mixture, but tasks {nearest_names(name, registered_tasks())}"
+    return nearest_names(name, mixtures)
 
 
 def select_tasks(mixture: str | None = None, dataset: str | None = None) -> list[str]:

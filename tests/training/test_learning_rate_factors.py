@@ -66,3 +66,5 @@ def test_a_product_never_falls_below_the_minimum():
 def test_an_unknown_factor_is_named_with_the_nearest():
     with pytest.raises(UserError, match="'rsqrt_decay'"):
         rate(1, factors="constant * rsqr_decay")
+    with pytest.raises(UserError, match=r"none is similar; there are 'constant', '.*, \.\.\."):
+        rate(1, factors="xyzzy")

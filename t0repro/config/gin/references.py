@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from t0repro.config.gin import door
 from t0repro.config.gin.door import MACRO, Bindings
 from t0repro.config.gin.errors import ANYWHERE, nearest_parameter
 from t0repro.config.gin.folders import is_shipped
-from t0repro.errors import UserError, nearest_names
+from t0repro.errors import UserError, nearest_names, similar_names
 
 # Macros that T0's commands set -> the binding to use if the model's gin file ignores the macro.
 _BIND_INSTEAD = {
@@ -47,7 +47,9 @@ def check_references(bindings: Bindings) -> list[str]:
         read,
         overrides="--gin_param",
         is_shipped=is_shipped,
-        instead=lambda name: _instead(name, read),
+        # A misspelled macro may have been intended as an argument of `run`.
+        known=[*sorted(read), *(f"run.{each}" for each in door.argument_names("utils.run"))],
+        bind_instead=_BIND_INSTEAD,
     )
 
 
@@ -57,7 +59,8 @@ def check_macros_are_read(
     *,
     overrides: str,
     is_shipped: Callable[[str], bool],
-    instead: Callable[[str], str],
+    known: Collection[str],
+    bind_instead: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Refuses macros on the command line that nothing reads; those in files become warnings.
 
@@ -66,7 +69,8 @@ def check_macros_are_read(
       read: the macros that are read.
       overrides: prefix of the places of command-line overrides.
       is_shipped: whether a place is in a package's own file, which sets macros for many runs.
-      instead: what to do about an unread macro, in words, such as the nearest names.
+      known: names that an unread macro may be a misspelling of.
+      bind_instead: unread macro -> the binding to use.
 
     Returns:
       Warnings: macros in the user's files, and macros on the command line whose readers were
@@ -75,6 +79,13 @@ def check_macros_are_read(
     Raises:
       UserError: naming every refused macro, its place and what to do.
     """
+
+    def instead(name: str) -> str:
+        if bind_instead and name in bind_instead:
+            return f"bind {bind_instead[name]}"
+        near = ", ".join(map(repr, similar_names(name, known, 3)))
+        return f"nearest: {near}" if near else "nothing that is read has a similar name"
+
     warnings, refused = [], []
     for (name, selector, _), place in bindings.places.items():
         is_override = place.startswith(overrides)
@@ -94,7 +105,7 @@ def check_macros_are_read(
         raise UserError(
             f"Nothing reads {'the macro' if len(refused) == 1 else 'the macros'} {names}.",
             where="; ".join(place for _, place in refused),
-            fix=" ".join(f"{name}: {instead(name)}." for name, _ in refused),
+            fix=" ".join(f"Correct or remove {name}; {instead(name)}." for name, _ in refused),
         )
     return warnings
 
@@ -115,19 +126,7 @@ def _check_reference(value: Any, macros: set[str], place: str) -> set[str]:
         raise UserError(
             f"The macro {name} has no value.",
             where=place,
-            fix=f'Add --gin_param="{name} = ..."; macros that have one, nearest first:'
+            fix=f'Add --gin_param="{name} = ..."; nearest that has one:'
             f" {nearest_names(name, macros, 3)}.",
         )
     return {name}
-
-
-def _instead(name: str, read: set[str]) -> str:
-    """What to bind instead of a macro that nothing reads."""
-    if name in _BIND_INSTEAD:
-        return f"bind {_BIND_INSTEAD[name]}"
-    # A misspelled macro may have been intended as an argument of `run`.
-    known = [
-        *sorted(read),
-        *(f"run.{argument}" for argument in door.argument_names("utils.run")),
-    ]
-    return f"nearest: {nearest_names(name, known, 3)}"

@@ -20,7 +20,7 @@ from t0repro.config.t5x import modules
 from t0repro.config.t5x.arguments import PROGRAMS
 from t0repro.config.t5x.calls import Call
 from t0repro.config.t5x.modules import WrongArgument, function_for
-from t0repro.errors import NONE_IS_SIMILAR, UserError, nearest_names
+from t0repro.errors import UserError, nearest_names, similar_names
 from t0repro.words import without_passwords
 
 _DATA = "utils.DatasetConfig"
@@ -283,14 +283,14 @@ def _check_macros(reached: Iterable[Reference], bindings: Bindings) -> list[str]
             bindings.macros,
             overrides="--gin",
             is_shipped=lambda place: place.startswith(str(shipped_files())),
-            instead=lambda name: f"nearest: {nearest_names(name, bindings.macros, count=3)}",
+            known=bindings.macros,
         )
     lines = []
     for name in missing:
         place = bindings.place((name, MACRO, "value"))
         # A macro that is set but not read is probably the missing one, misspelled.
-        stray = nearest_names(name, bound - set(read), count=1)
-        hint = "" if stray.startswith(NONE_IS_SIMILAR) else f", for which {stray} may be meant"
+        stray = similar_names(name, bound - set(read), count=1)
+        hint = f", for which {stray[0]!r} may be meant" if stray else ""
         required = f" (required at {strip_folder(place)})" if place else ""
         lines.append(f"{name}{required}{hint}")
     fix = f"Set {missing[0]} in a gin file, or add --gin.{missing[0]}=VALUE."
@@ -327,7 +327,7 @@ def _check_overrides(reached: Sequence[Reference], bindings: Bindings) -> list[s
         raise UserError(
             f"This run does not read {name}.",
             where=place,
-            fix=f"Remove it, or correct it: {nearest}.",
+            fix=f"Remove it, or correct it; nearest: {nearest}.",
         )
     return warnings
 

@@ -222,7 +222,7 @@ class _Served:
         known = [key for key in self.__dict__ if not key.startswith("_")]
         raise UserError(
             f"{self._name}.{name} is not supported in a T5X gin file.",
-            fix=f"Known: {nearest_names(name, known, count=3)} (of {', '.join(known)}).",
+            fix=f"Nearest: {nearest_names(name, known, count=3)} (of {', '.join(known)}).",
         )
 
 
@@ -246,7 +246,7 @@ def _make_optax_recorder(name: str) -> Any:
     function = getattr(optax, name, None)
     if not callable(function):
         raise UserError(
-            f"optax has no {name}.", fix=f"Its names: {nearest_names(name, dir(optax), count=3)}."
+            f"optax has no {name}.", fix=f"Nearest: {nearest_names(name, dir(optax), count=3)}."
         )
 
     # gin reads the signature, which this copies, to refuse unknown arguments.
@@ -274,7 +274,7 @@ class _Deferred:
             ) from None
         if not hasattr(module, name):
             near = nearest_names(name, [each for each in dir(module) if each[0] != "_"])
-            raise UserError(f"{self._name} has no {name}.", fix=f"Correct the name: {near}.")
+            raise UserError(f"{self._name} has no {name}.", fix=f"Nearest: {near}.")
         return function_of_class(getattr(module, name))
 
 
@@ -337,7 +337,7 @@ def _module(name: str) -> _Served | _Optax:
         parent = name.rpartition(".")[0]
         raise UserError(
             f"t0repro does not support the module {name}.",
-            fix=f"Known: {nearest_names(name, MODULES, count=3)}"
+            fix=f"Nearest: {nearest_names(name, MODULES, count=3)}"
             + (f" (of {parent})." if parent else "."),
         )
     # Sorted: messages list them, and a set has another order in each process.

@@ -361,6 +361,10 @@ def test_an_infinite_number_is_refused_by_its_name_and_place(number):
     "bindings, complaint",
     [
         (["LABEL_SMOTHING = 0.1"], "Nothing reads the macro LABEL_SMOTHING[^$]*LABEL_SMOOTHING"),
+        (
+            ["XYZZY = 0.1"],
+            "Correct or remove XYZZY; nothing that is read has a similar name.",
+        ),
         (["trian/utils.DatasetConfig.seed = 3"], "does not read trian[^$]*'train/utils.Data"),
         (["infer_eval/utils.DatasetConfig.seed = 3"], "does not read infer_eval/utils.Dataset"),
         (["utils.DatasetConfg.seed = 3"], "DatasetConfg"),
@@ -384,7 +388,7 @@ def test_what_nothing_reads_is_named_with_the_nearest_right_name(bindings, compl
 def test_a_macro_in_a_users_file_that_nothing_reads_is_a_warning(tmp_path):
     (tmp_path / "mine.gin").write_text(f"include '{PRETRAIN}'\nTOPOLOGY = 'v2-32'\n")
     (warning,) = parse(files=[MODEL, str(tmp_path / "mine.gin")]).warnings
-    assert "mine.gin:2: nothing reads the macro TOPOLOGY; nearest: " in warning
+    assert "mine.gin:2: nothing reads the macro TOPOLOGY; nothing that is read has a" in warning
 
 
 def test_a_file_of_other_word_order_is_found_by_its_words():
