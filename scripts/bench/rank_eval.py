@@ -56,6 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--work", default="bench_rank_eval", help="folder of pairs and results")
     parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--limit", type=int, default=18, help="inputs of each task")
     parser.add_argument("--piece", type=int, default=1200, help="pairs of a piece")
     parser.add_argument("--peers", default=",".join(PEERS), help="whom to measure beside ours")
@@ -74,7 +75,7 @@ def main() -> None:
     if options.mtf:
         with tempfile.TemporaryDirectory() as folder:
             mesh_tensorflow(tasks, options, work, Path(folder))
-    print_results(work, options.size)
+    print_results(work, options.size, options.dtype)
 
 
 def read_tasks(work: Path, limit: int) -> list[tuple[str, list[dict]]]:
@@ -159,12 +160,12 @@ def ours_and_peers(tasks: list, options: argparse.Namespace, work: Path) -> None
     done = {
         (row["class"], row["index"]): row
         for row in read_results(work)
-        if row["harness"] == "ours" and row["size"] == options.size
+        if (row["harness"], row["size"], row["dtype"]) == ("ours", options.size, options.dtype)
     }
     left = [piece for piece in pieces if (piece["class"], piece["index"]) not in done]
     if not left:
         return
-    params, model = random_model(SIZES[options.size])
+    params, model = random_model(SIZES[options.size], options.dtype)
     with tempfile.TemporaryDirectory() as folder:
         worker = TorchWorker(options, params, Path(folder)) if peers else None
         started = time.monotonic()
@@ -180,7 +181,8 @@ def ours_and_peers(tasks: list, options: argparse.Namespace, work: Path) -> None
 def measure(piece: dict, params, model, worker, peers: list, options, work: Path) -> None:
     """Measures all harnesses on one piece; results are saved once all are done."""
     examples = [example for _, group in piece["work"] for example in group]
-    row = {"size": options.size, "class": piece["class"], "index": piece["index"]}
+    row = {"size": options.size, "dtype": options.dtype}
+    row |= {"class": piece["class"], "index": piece["index"]}
     row["pairs"] = len(examples)
     cold, scores, plan = ours(params, model, examples)
     rows = []
@@ -198,11 +200,12 @@ def measure(piece: dict, params, model, worker, peers: list, options, work: Path
         print(json.dumps(found), flush=True)
 
 
-def print_results(work: Path, size: str) -> None:
+def print_results(work: Path, size: str, dtype: str) -> None:
     """Prints a line for each class and harness, and one that sums up how fast ours is."""
-    rows = [row for row in read_results(work) if row["size"] == size]
+    rows = [r for r in read_results(work) if (r["size"], r["dtype"]) == (size, dtype)]
     ours_of = {(r["class"], r["index"]): r for r in rows if r["harness"] == "ours"}
-    print(f"\nT5 1.1 {size}, random weights; {sum(r['pairs'] for r in ours_of.values())} pairs")
+    pairs = sum(r["pairs"] for r in ours_of.values())
+    print(f"\nT5 1.1 {size}, {dtype}, random weights; {pairs} pairs")
     ratios = []
     for label in sorted({row["class"] for row in rows if row["harness"] != "mtf"}):
         for harness in ("ours", *PEERS):
@@ -244,17 +247,20 @@ def print_line(label: str, harness: str, found: list[dict], ours_of: dict) -> No
     print(line)
 
 
-def random_model(size: dict):
+def random_model(size: dict, dtype: str = "float32"):
+    """Parameters and model; those that `rank-eval` casts when it opens a checkpoint are cast."""
     import jax
 
     from t0repro.config.model import DTypePolicy
     from t0repro.config.recipe import t5_1_1
-    from t0repro.model.t5 import T5, initial_parameters
+    from t0repro.model.t5 import T5, evaluation_shapes, initial_parameters
 
     widths = {name: value for name, value in size.items() if name != "layers"}
     config = t5_1_1(num_layers=size["layers"], vocab_size=VOCABULARY, **widths)
-    model = T5(config, DTypePolicy("float32", "float32", "float32"))
-    return initial_parameters(model, jax.random.key(0)), model
+    model = T5(config, DTypePolicy("float32", "float32", dtype))
+    params = initial_parameters(model, jax.random.key(0))
+    shapes = evaluation_shapes(model, params)
+    return jax.tree.map(lambda x, like: x.astype(like.dtype), params, shapes), model
 
 
 def ours(params: dict, model, examples: list[dict]):
@@ -292,8 +298,10 @@ class TorchWorker:
     """transformers' T5 with our weights in its own process, driven over pipes."""
 
     def __init__(self, options: argparse.Namespace, params: dict, folder: Path):
-        np.savez(folder / "weights.npz", **flat(params))
-        (folder / "config.json").write_text(json.dumps(SIZES[options.size]))
+        weights = {name: value.astype(np.float32) for name, value in flat(params).items()}
+        np.savez(folder / "weights.npz", **weights)
+        config = {**SIZES[options.size], "dtype": options.dtype}
+        (folder / "config.json").write_text(json.dumps(config))
         self.folder = folder
         self.process = subprocess.Popen(
             [options.torch_python, str(TORCH_WORKER), str(folder)],
@@ -367,7 +375,8 @@ def mesh_tensorflow(tasks, options: argparse.Namespace, work: Path, folder: Path
         warm = time.perf_counter() - started
     (theirs,) = read_task_scores(folder / "eval_36")
     difference = np.abs(theirs.score - scores) / theirs.target_length
-    row = {"size": options.size, "harness": "mtf", "class": name, "task": name, "pairs": 36}
+    row = {"size": options.size, "dtype": "float32", "harness": "mtf", "pairs": 36}
+    row |= {"class": name, "task": name}
     row["rate"] = 24 / (seconds[36] - seconds[12])
     row["ours_rate"] = 36 / warm
     add_result(work, {**row, "difference": float(difference.max())})

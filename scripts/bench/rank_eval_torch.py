@@ -63,7 +63,7 @@ def torch_model(folder: Path):
         for key, transposed in torch_names(name.removeprefix("target/")):
             state[key] = value.T.contiguous() if transposed else value
     model.load_state_dict(state, strict=True)
-    return model
+    return model.to(getattr(torch, size["dtype"]))
 
 
 def torch_names(path: str) -> list[tuple[str, bool]]:
@@ -130,7 +130,7 @@ def torch_batch(model, inputs: list[list[int]], targets: list[list[int]]) -> lis
             labels=labels,
             decoder_attention_mask=(labels > 0).long(),
         ).logits
-        log_p = torch.log_softmax(logits, dim=-1).gather(-1, labels[..., None])[..., 0]
+        log_p = torch.log_softmax(logits.float(), dim=-1).gather(-1, labels[..., None])[..., 0]
         return (log_p * (labels > 0)).sum(-1).tolist()
 
 

@@ -66,7 +66,7 @@ def tests_of(path: str) -> list[str]:
     home = path.removeprefix("t0repro/").removesuffix(".py").replace("/", ".")
     package, _, name = home.rpartition(".")
     imports = re.compile(
-        rf"t0repro\.{home}\b|from t0repro\.{package} import .*\b{name}\b", re.MULTILINE
+        rf"t0repro\.{home}\b|from t0repro\.{package} import .*(?<!as )\b{name}\b", re.MULTILINE
     )
     names = subprocess.run(
         ["git", "ls-files", "tests/*/test_*.py", "tests/test_*.py"],

@@ -39,6 +39,7 @@ from t0repro.partitioning.devices import (
     MODEL,
     constrain,
     count_data_shards,
+    device_to_trace_for,
     fetch,
     find_mesh,
     use_devices_of,
@@ -286,9 +287,16 @@ def encode(
     assert isinstance(encoded, jax.Array)
     encoded = constrain(encoded.reshape(parts, rows * length, -1), "batch", None, None)
     found = make_cross_attention_cache(model, params, encoded)
-    return jax.tree.map(
-        lambda old, new: jax.lax.dynamic_update_slice(old, new, (0, 0, start, 0)), kept, found
-    )
+    return jax.tree.map(functools.partial(_put, start=start), kept, found)
+
+
+def _put(room: Array, new: Array, start: Array) -> Array:
+    at = (0, 0, start, 0)
+    if room.dtype != jnp.bfloat16 or device_to_trace_for().platform != "cpu":
+        return jax.lax.dynamic_update_slice(room, new, at)
+    # XLA on CPU updates bfloat16 in float32: it would convert all that is kept, and back.
+    bits = jax.lax.dynamic_update_slice(room.view(jnp.uint16), new.view(jnp.uint16), at)
+    return bits.view(room.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="misses", donate_argnums=2)

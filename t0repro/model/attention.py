@@ -27,6 +27,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from t0repro.errors import UserError
 from t0repro.model import cpu_attention
@@ -58,23 +59,30 @@ def attention(
     position_bias: Float[Array, "*rows heads offsets"] | None,
     mask: AttentionMask,
     apply_dropout: Callable[[Array], Array] = lambda x: x,
+    dtype: DTypeLike | None = None,
 ) -> Float[Array, "batch heads length d_kv"]:
     """The values, weighted by the softmax of query x key + position_bias.
 
     Gradients are those of query, key, value and position_bias.
 
     Args:
-      query: not scaled here. Its dtype is that of logits and softmax.
+      query: not scaled here.
       key: of the query's dtype.
       value: its dtype is that of the weights and of the result.
       position_bias: by the offset key - query, from 1 - length to keys - 1. A single query may have
         one in each row.
       mask: which query sees which key.
       apply_dropout: applies dropout to [batch, heads, query, key] with one mask for all queries.
+      dtype: of logits and softmax; None for the query's.
     """
     (batch, heads, length, _), keys = query.shape, key.shape[2]
-    float32 = query.dtype == key.dtype == value.dtype == jnp.float32
+    dtype = jnp.dtype(dtype or query.dtype)
+    float32 = dtype == value.dtype == jnp.float32
     way = choose_implementation(batch, heads, length, keys, float32=float32)
+    if way == "full" and device_to_trace_for().platform == "cpu":
+        # It multiplies bfloat16 arrays faster, to float32 logits too.
+        return full_matrix(query, key, value, position_bias, mask, apply_dropout, dtype)
+    query, key = query.astype(dtype), key.astype(dtype)
     if way == "full":
         return full_matrix(query, key, value, position_bias, mask, apply_dropout)
     # Scaling a key's value has the same effect as scaling its weights.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from t0repro.model.attention_mask import AttentionMask, mask_bias
 from t0repro.model.matmuls import einsum
@@ -19,6 +20,7 @@ def full_matrix(
     position_bias: Float[Array, "*rows heads offsets"] | None,
     mask: AttentionMask,
     apply_dropout: Callable[[Array], Array] = lambda x: x,
+    dtype: DTypeLike | None = None,
 ) -> Float[Array, "batch heads length d_kv"]:
     """Computes `attention` by matmuls over the full matrix of weights."""
     bias = mask_bias(mask.matrix())
@@ -28,7 +30,8 @@ def full_matrix(
             bias = position_bias[:, :, None] + bias
         else:
             bias = expand_offsets(position_bias, query.shape[2])[None] + bias
-    logits = einsum("bhqd,bhkd->bhqk", query, key) + bias.astype(query.dtype)
+    logits = einsum("bhqd,bhkd->bhqk", query, key, dtype)
+    logits = logits + bias.astype(logits.dtype)
     weights = apply_dropout(attention_weights(logits).astype(value.dtype))
     return einsum("bhqk,bhkd->bhqd", weights, value)
 

@@ -252,11 +252,10 @@ class Attention(nn.Module):
             self.put_variable("cache", "cached_value", value)
         in_float32 = config.arithmetic.float32_attention_logits
         logits_type = jnp.dtype("float32") if in_float32 else self.dtype
-        query, key = query.astype(logits_type), key.astype(logits_type)
         # One mask for all queries of a sequence: axis -2 of [batch, heads, query, key].
         dropout = Dropout(config.dropout_rate, -2, self.layer)
         apply_dropout = functools.partial(dropout, deterministic=deterministic)
-        y = attention(query, key, value, position_bias, mask, apply_dropout)
+        y = attention(query, key, value, position_bias, mask, apply_dropout, logits_type)
         y = y.swapaxes(1, 2)
         y = y.reshape(*y.shape[:-2], heads * d_kv)
         out = dense("out", config.d_model, normal((heads * d_kv) ** -0.5), ("heads", "embed"))

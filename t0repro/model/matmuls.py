@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from t0repro.model.shapes import Array
-from t0repro.partitioning.devices import device_to_trace_for
+from t0repro.partitioning.devices import count_shards, device_to_trace_for
 
 # Names of the rounded results, for policies of `jax.checkpoint`: it sees no matmul in a function
 # with gradients of its own. The second has an index in both operands and in the result.
@@ -33,8 +33,10 @@ def einsum(equation: str, x: Array, y: Array, dtype: DTypeLike | None = None) ->
       y: the second operand.
       dtype: of the accumulation and of the result; None for that of the operands.
     """
-    operands = {x.dtype, y.dtype, jnp.dtype(dtype or x.dtype)}
+    operands = {x.dtype, y.dtype}
     if operands == {jnp.dtype("bfloat16")} and device_to_trace_for().platform == "cpu":
+        if dtype == jnp.float32:
+            return _multiply(equation, x, y)
         rounded: Any = _einsum_in_float32(equation, x, y)
         return rounded
     return jnp.einsum(equation, x, y, preferred_element_type=dtype)
@@ -42,7 +44,19 @@ def einsum(equation: str, x: Array, y: Array, dtype: DTypeLike | None = None) ->
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _einsum_in_float32(equation: str, x: Array, y: Array) -> Array:
-    return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32).astype(x.dtype)
+    return _multiply(equation, x, y).astype(x.dtype)
+
+
+def _multiply(equation: str, x: Array, y: Array) -> Array:
+    """The result in float32, of one matmul for all heads of all rows if there are any.
+
+    With two batch axes XLA would convert the operands after all.
+    """
+    if not equation.startswith("bh") or count_shards("heads") > 1:
+        return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
+    merged = (each.reshape(-1, *each.shape[2:]) for each in (x, y))
+    result = _multiply(equation.replace("bh", "b"), *merged)
+    return result.reshape(*x.shape[:2], *result.shape[1:])
 
 
 def _forward(equation: str, x: Array, y: Array) -> tuple[Array, Any]:

@@ -1,4 +1,5 @@
 import dataclasses
+import re
 
 import jax
 import numpy as np
@@ -122,6 +123,16 @@ def test_a_choice_without_tokens_scores_zero(params):
     scores = score_examples(params, MODEL, examples, None)
     assert scores[0] == 0.0 and scores[1] < 0
     assert score_examples(params, MODEL, [], None).shape == (0,)
+
+
+def test_a_cpu_never_converts_all_that_is_kept(params):
+    """XLA would do so to update a slice of a bfloat16 array."""
+    half = T5(CONFIG, DTypePolicy("float32", "float32", "bfloat16"))
+    kept = engine.make_room(half, 1, 4321)
+    inputs, lengths, start = np.ones((1, 2, 32), np.int32), np.ones((1, 2), np.int32), np.int32(0)
+    compiled = engine.encode.lower(half, params, kept, inputs, lengths, start).compile()
+    assert ",4321," in compiled.as_text()
+    assert not re.search(r"f32\[[\d,]*,4321,", compiled.as_text())
 
 
 def test_scores_under_bfloat16_are_near_those_of_float32(params):

@@ -1,6 +1,7 @@
 """Evaluations by several devices or processes have one device's scores and texts."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -29,8 +30,8 @@ def have_devices(count, monkeypatch):
 # ---- Rank evaluation ----------------------------------------------------------------------------
 
 
-def rank_evaluated(model, out, processes=1, *arguments):
-    """What the first of so many processes printed."""
+def rank_evaluated(model, out, processes=1, *arguments, cores=None):
+    """What the first of so many processes printed; each may use these cores, by default all."""
     command = [sys.executable, "-P", "-m", "t0repro.cli", *RANK_EVAL, *LENGTHS, *arguments]
     command += [f"--checkpoint={model}", f"--out={out}"]
     if processes > 1:
@@ -42,6 +43,7 @@ def rank_evaluated(model, out, processes=1, *arguments):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            preexec_fn=lambda: os.sched_setaffinity(0, cores or os.sched_getaffinity(0)),
         )
         for index in range(processes)
     ]
@@ -108,7 +110,7 @@ def test_a_rank_evaluation_has_one_devices_scores(
         assert a_token.max() <= 1e-4, task
 
 
-def test_twenty_batch_sizes_and_orders_of_tasks_processes_and_devices_have_one_hash(
+def test_twenty_batch_sizes_and_orders_of_tasks_processes_devices_and_cores_have_one_hash(
     tmp_path, monkeypatch, model_dir, ranked
 ):
     random, found = np.random.default_rng(57), set()
@@ -118,11 +120,13 @@ def test_twenty_batch_sizes_and_orders_of_tasks_processes_and_devices_have_one_h
         devices, processes = random.choice([(1, 1), (2, 1), (8, 1), (1, 2), (1, 4), (4, 2)])
         have_devices(devices, monkeypatch)
         tokens = int(2 ** random.uniform(0, 14))
+        cores = random.choice([None, {min(os.sched_getaffinity(0))}])
         # Some tasks first, in any order; the last command finds their scores and adds the others.
         for task in groups[: random.integers(3)]:
             partly = [f"--mixture={task}", f"--tokens-per-batch={tokens}", "--force"]
-            rank_evaluated(model_dir, out, processes, *partly)
-        rank_evaluated(model_dir, out, processes, f"--tokens-per-batch={tokens}", "--force")
+            rank_evaluated(model_dir, out, processes, *partly, cores=cores)
+        whole = [f"--tokens-per-batch={tokens}", "--force"]
+        rank_evaluated(model_dir, out, processes, *whole, cores=cores)
         found.add(sha256_of(out))
     assert found == {sha256_of(ranked)}
 
