@@ -125,6 +125,11 @@ def test_a_file_that_is_not_utf_8_is_named(tmp_path):
     assert "UTF-8" in error.what and "mine.gin" in str(error.where)
 
 
+def test_a_byte_order_mark_is_named(tmp_path):
+    error = refusal(b"\xef\xbb\xbf" + TEXT.encode(), tmp_path)
+    assert "byte order mark" in error.what and "mine.gin:1" in str(error.where)
+
+
 def test_a_file_that_was_cut_is_named(tmp_path):
     error = refusal(TEXT[: TEXT.index("'targets'")], tmp_path)
     assert "mine.gin" in str(error.where)

@@ -79,23 +79,7 @@ def run(
             fix="Give one step, or leave --adapter out.",
         )
     add_step = results.add_step or len(steps) > 1
-    # Processes have joined by now, so JAX may be asked for its backend.
-    on_cpu = jax.default_backend() == "cpu"
-    default_activation = "float32" if on_cpu else "bfloat16"
-    if on_cpu and not computation.activation and "amx_bf16" in describe_processor():
-        # docs/evidence/rank_evaluation.md, "bfloat16 on a CPU".
-        say("On a CPU like this, with AMX, --activation bfloat16 took half of float32's time.")
-    settings = EvaluationSettings(
-        split=tasks.split,
-        limit=tasks.limit,
-        lengths={"inputs": computation.inputs_length, "targets": computation.targets_length},
-        activation=computation.activation or default_activation,
-        tokens_per_batch=computation.tokens_per_batch,
-        use_cached=tasks.cache_dir is not None,
-        calibrated=results.calibrated,
-        modes=tuple(asked.modes.split(",")),
-        skip_missing=tasks.skip_missing,
-    )
+    settings = _settings(asked, tasks, results, computation)
     extras = [] if results.normalize == "none" else [results.normalize]
     write = functools.partial(
         write_results,
@@ -157,6 +141,31 @@ def run(
             compare(folders, out=out, module_import=modules_or_t0(tasks.module_import))
     if asked.as_json and is_first():
         print_json(reports if adapters else reports[""])
+
+
+def _settings(
+    asked: EvaluationOptions,
+    tasks: TaskOptions,
+    results: ResultOptions,
+    computation: ComputationOptions,
+) -> EvaluationSettings:
+    """What is computed; the activations' type is the backend's unless it is asked for."""
+    # Processes have joined by now, so JAX may be asked for its backend.
+    on_cpu = jax.default_backend() == "cpu"
+    if on_cpu and not computation.activation and "amx_bf16" in describe_processor():
+        # docs/evidence/rank_evaluation.md, "bfloat16 on a CPU".
+        say("On a CPU like this, with AMX, --activation bfloat16 took half of float32's time.")
+    return EvaluationSettings(
+        split=tasks.split,
+        limit=tasks.limit,
+        lengths={"inputs": computation.inputs_length, "targets": computation.targets_length},
+        activation=computation.activation or ("float32" if on_cpu else "bfloat16"),
+        tokens_per_batch=computation.tokens_per_batch,
+        use_cached=tasks.cache_dir is not None,
+        calibrated=results.calibrated,
+        modes=tuple(asked.modes.split(",")),
+        skip_missing=tasks.skip_missing,
+    )
 
 
 def paths_by_label(adapters: Sequence[str]) -> dict[str, str]:

@@ -86,6 +86,12 @@ def _describe(
         return no_gin_file(missing[1], _parse_list(missing[2]), _place_in(text) or "--gin_file")
     if re.match(r"'[\w.]+' was not provided by an import statement", text):
         return _missing_import(text, _place_in(text) or file or ANYWHERE, t5x)
+    if isinstance(error, SyntaxError) and (error.text or "").startswith("\ufeff"):
+        return UserError(
+            "The gin file begins with a byte order mark, which gin does not read.",
+            where=_place_of(error, file),
+            fix="Save it as UTF-8 without a byte order mark (BOM).",
+        )
     # gin does not say which file it could not decode, so no place is in the message.
     if isinstance(error, UnicodeDecodeError):
         return UserError(

@@ -9,7 +9,7 @@ from t0repro.config.gin import door
 from t0repro.config.gin.door import MACRO, Bindings
 from t0repro.config.gin.errors import ANYWHERE, nearest_parameter
 from t0repro.config.gin.folders import is_shipped
-from t0repro.errors import UserError, nearest_names, similar_names
+from t0repro.errors import UserError, similar_names
 
 # Macros that T0's commands set -> the binding to use if the model's gin file ignores the macro.
 _BIND_INSTEAD = {
@@ -123,10 +123,11 @@ def _check_reference(value: Any, macros: set[str], place: str) -> set[str]:
     if name is None:
         return set()
     if name not in macros or door.is_required(name):
+        near = ", ".join(map(repr, similar_names(name, macros, 3)))
         raise UserError(
             f"The macro {name} has no value.",
             where=place,
-            fix=f'Add --gin_param="{name} = ..."; nearest that has one:'
-            f" {nearest_names(name, macros, 3)}.",
+            fix=f'Add --gin_param="{name} = ..."'
+            + (f", or correct the name; nearest: {near}." if near else "."),
         )
     return {name}

@@ -63,6 +63,12 @@ def test_the_run_itself_is_a_record(tmp_path):
     assert parse(TEXT, tmp_path).program["total_steps"] == 20
 
 
+def test_a_byte_order_mark_is_named(tmp_path):
+    with pytest.raises(UserError, match="byte order mark") as error:
+        parse(b"\xef\xbb\xbf" + TEXT.encode(), tmp_path)
+    assert "mine.gin:1" in str(error.value.where)
+
+
 def test_a_name_that_a_module_lacks_is_answered_with_all_of_its_names_in_one_order(tmp_path):
     text = TEXT.replace("import optax", "import t5x\nMINE = @t5x.examples.nope.A")
     with pytest.raises(UserError) as error:
