@@ -263,3 +263,44 @@ def test_features_are_those_of_seqios_converter():
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         np.testing.assert_array_equal(ours[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("factor", [None, 7.0, 0.4])
+def test_a_loss_of_logits_is_its_formula(factor, weighted):
+    """With mass 1 - s at the target and s / (V - 1) elsewhere, less the least such loss."""
+    random, smoothing, z_loss = np.random.default_rng(0), 0.1, 0.01
+    logits = random.normal(size=(2, 5, 11)).astype(np.float32)
+    targets = random.integers(0, 11, (2, 5)).astype(np.int32)
+    weights = random.uniform(size=(2, 5)) if weighted else np.ones((2, 5))
+    wanted = np.full((2, 5, 11), smoothing / 10)
+    np.put_along_axis(wanted, targets[..., None], 1 - smoothing, axis=-1)
+    log_z = np.log(np.exp(logits.astype(np.float64)).sum(-1))
+    least = -(wanted * np.log(wanted)).sum(-1)
+    z = z_loss * log_z**2
+    entropy = (wanted * (log_z[..., None] - logits)).sum(-1) - least
+    given = jnp.asarray(logits), jnp.asarray(targets), weights if weighted else None
+    found = losses.compute_weighted_cross_entropy(*given, smoothing, z_loss, factor)
+    expected = [((entropy + z) * weights).sum(), (z * weights).sum()]
+    np.testing.assert_allclose(found[:2], np.array(expected) / (factor or 1), rtol=1e-5)
+    assert found[2] == pytest.approx(weights.sum())
+    by_distribution = losses.cross_entropy_with_logits(given[0], jnp.asarray(wanted), z_loss)
+    np.testing.assert_allclose(by_distribution, (entropy + least + z, z), rtol=1e-5)
+    plain = -np.log(np.exp(logits) / np.exp(logits).sum(-1, keepdims=True))
+    own, z_part, _ = losses.compute_weighted_cross_entropy(*given[:2])
+    at_targets = np.take_along_axis(plain, targets[..., None], axis=-1)
+    np.testing.assert_allclose([own, z_part], [at_targets.sum(), 0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", losses.SpecialLossNormalizingFactor)
+def test_a_losss_divisor_has_a_name_in_any_case(kind):
+    batch = {
+        "decoder_target_tokens": np.array([[4, 3, 1, 0], [7, 0, 0, 0]], np.int32),
+        "decoder_segment_ids": np.array([[1, 1, 1, 0], [1, 0, 0, 0]], np.int32),
+    }
+    expected = {"NUM_REAL_TARGET_TOKENS": 4, "NUM_TOTAL_TARGET_TOKENS": 8}.get(kind.name, 2)
+    for name in (kind, kind.name, kind.name.lower()):
+        divisor, weights = losses.get_loss_normalizing_factor_and_weights(name, batch)
+        assert divisor == expected
+        sums = np.sum(weights, axis=1)
+        np.testing.assert_allclose(sums, [1, 1] if expected == 2 else [3, 1], rtol=1e-6)
