@@ -104,8 +104,8 @@ setup(
     },
     entry_points={
         "console_scripts": [
-            "t0repro = t0repro.cli.app:main",
-            "t5_mesh_transformer = t0repro.cli.t5_mesh_transformer:console_entry_point",
+            "t0repro = t0repro.cli.start:t0repro",
+            "t5_mesh_transformer = t0repro.cli.start:t5_mesh_transformer",
         ]
     },
 )

@@ -92,7 +92,9 @@ def _find(path: str, step: int | None, source: Format | None) -> CheckpointRef:
     if (ref := _exact(path)) and _is_of(ref, source):
         if step not in (None, ref.step):
             raise UserError(
-                f"The path names step {ref.step}, but step {step} was requested.", where=path
+                f"The path names step {ref.step}, but step {step} was requested.",
+                where=path,
+                fix="Leave the step out.",
             )
         return ref
     if not storage.is_directory(path):

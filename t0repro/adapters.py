@@ -78,8 +78,8 @@ class Adapter:
                 raise UserError(
                     f"The target {target!r} matches no kernel of a layer.",
                     where=where,
-                    fix=f"Nearest: {nearest_names(target, all_kernels, count=3)}. A target has to"
-                    " match a kernel's full name (docs/t5x.md).",
+                    fix=f"Nearest: {nearest_names(target, all_kernels, count=3)}. A target is a"
+                    " regular expression of kernels' full names, such as '.*/query/kernel'.",
                 )
             matched.update(matching)
         if not matched:
@@ -115,6 +115,20 @@ class Adapter:
             else:
                 shapes[owner + IA3_OUTPUT] = (size_out,)
         return shapes
+
+
+def check_is_adapter(value: object, where: str | None) -> None:
+    """Refuses what a gin file binds in an adapter's place, such as `@adapters.lora` uncalled.
+
+    Raises:
+      UserError: With the place of the binding.
+    """
+    if not isinstance(value, Adapter):
+        raise UserError(
+            f"The adapter is not an adapter, but a {type(value).__name__}.",
+            where=where,
+            fix="Bind @t0repro.adapters.lora() or @t0repro.adapters.ia3(), with the parentheses.",
+        )
 
 
 def lora(

@@ -160,7 +160,7 @@ def check_registered(tasks: Iterable[str], known: Set[str], where: str | None = 
     for task in tasks:
         if task not in known:
             # Without a place in a file, a module asks.
-            more = "For your own tasks add --module_import."
+            more = "For your own tasks add --module_import, or set T0REPRO_TEMPLATES."
             if where is None and template_files():
                 more = (
                     f"A module gets the prompts of {TEMPLATES_VARIABLE} by `import"

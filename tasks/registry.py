@@ -267,7 +267,8 @@ def tasks_of_mixture(name: str, option: str = "--mixture") -> Sequence[str]:
         raise UserError(
             f"There is no mixture {name!r}.",
             where=option,
-            fix=f"Nearest: {_nearest(name, mixtures)}. For your own tasks add --module_import.",
+            fix=f"Nearest: {_nearest(name, mixtures)}. For your own tasks add --module_import, or"
+            " set T0REPRO_TEMPLATES.",
         )
     if name not in prompted_mixtures():
         find_tasks(name)  # checks the vocabularies of what a user's module made

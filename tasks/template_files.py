@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -193,7 +194,9 @@ def _load(path: Path) -> _Mapping:
         raise UserError(
             "There is no such file of templates.",
             where=str(path),
-            fix=f"Nearest: {nearest_names(path.name, sorted(beside))}.",
+            fix=(f"Nearest: {nearest_names(path.name, sorted(beside))}. " if beside else "")
+            + "The path, of --templates or T0REPRO_TEMPLATES, counts from the working folder,"
+            f" {os.getcwd()}.",
         )
     try:
         text = path.read_text(encoding="utf-8")

@@ -1,5 +1,5 @@
 """Lets `python -m t0repro.cli` run the command t0repro."""
 
-from t0repro.cli.app import main
+from t0repro.cli.start import t0repro
 
-main()
+t0repro()

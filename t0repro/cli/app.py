@@ -131,6 +131,7 @@ _COMMANDS = {
             "Evaluate or fine-tune every checkpoint of a run.",
             "what is done already is kept",
             is_long=True,
+            is_t5x=True,
         ),
         "vertex": Entry("vertex:app", "Submit and follow jobs on Vertex AI."),
         # It passes on options that it does not define to the command that --run_mode names.
@@ -237,9 +238,9 @@ def command() -> Any:
 
 def main() -> None:
     """Runs the command line in sys.argv and exits."""
-    # First of all, since it may start this process again.
-    if _COMPUTE.intersection(sys.argv[1:2]) and not _ONLY_LOOK.intersection(sys.argv):
-        use_huge_pages_where_faster(sys.argv[2:])
     with gate("t0repro") as settings:
+        # First of all, since it may start this process again.
+        if _COMPUTE.intersection(sys.argv[1:2]) and not _ONLY_LOOK.intersection(sys.argv):
+            use_huge_pages_where_faster(sys.argv[2:])
         arguments = with_t5x_overrides(sys.argv[1:])
         command()(args=arguments, prog_name="t0repro", obj=settings)

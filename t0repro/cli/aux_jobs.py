@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from t0repro import storage
 from t0repro.cli.commands import App
 from t0repro.cli.gin_options import (
     GinFiles,
@@ -85,10 +86,16 @@ def aux(
             fix="Give the folder of the training run; it may not exist yet.",
         )
     echo("checking what the jobs will read ...", err=True)
+    check_address(model_dir, "--model_dir")
+    if once and not storage.is_directory(model_dir):
+        raise UserError(
+            "There is no such folder, so it has no checkpoints.",
+            where=f"--model_dir {model_dir}",
+            fix="Give the folder of the training run; without --once, it may not exist yet.",
+        )
     if skip_missing:
         jobs = hand_on_skip_missing(jobs)
     gin = t5x_inputs("train", gin_file, gin_param, gin_search_paths, gin_import_allowlist)
-    check_address(model_dir, "--model_dir")
     jobs = check_jobs(jobs, gin)
     if not jobs.mixtures:
         raise UserError(

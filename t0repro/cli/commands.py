@@ -37,12 +37,8 @@ HelpAll = Annotated[
 ]
 
 
-class Command(TyperCommand):
-    """A command whose help has options under their headings, within 80 columns."""
-
-    def __init__(self, name: str | None, **settings: Any):
-        super().__init__(name, **settings)
-        _prepare(self)
+class _Parsing:
+    """How a command and a group of commands read their command lines."""
 
     def get_help_option_names(self, ctx: Any) -> list[str]:
         """Those of every command: Click would keep the names that its first context has."""
@@ -51,16 +47,26 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Reads the command line; names the options that may be meant by what it cannot take."""
         try:
-            return super().parse_args(ctx, args)
+            return super().parse_args(ctx, args)  # pyright: ignore[reportAttributeAccessIssue]
         except Exception as raised:  # typer's own copy of Click has no public name
             error: Any = raised
-            options = _visible_options(self)
-            if str(getattr(error, "message", "")).startswith("Got unexpected extra") and options:
+            options, message = _visible_options(self), str(getattr(error, "message", ""))
+            if message.startswith("Got unexpected extra") and options:
                 error.message += f".{_name_takers(options)}"
             elif hasattr(error, "option_name") and hasattr(error, "possibilities"):
                 error.message += f". {_suggest(error.option_name, options)}"
                 error.possibilities = None
+            elif "Value error, " in message:  # how pydantic, which checks values, names its errors
+                error.message = message.replace("Value error, ", "", 1)
             raise
+
+
+class Command(_Parsing, TyperCommand):
+    """A command whose help has options under their headings, within 80 columns."""
+
+    def __init__(self, name: str | None, **settings: Any):
+        super().__init__(name, **settings)
+        _prepare(self)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """The options' and arguments' names, as `Usage:` shows them."""
@@ -71,16 +77,12 @@ class Command(TyperCommand):
         _write_options(self, ctx, formatter)
 
 
-class Group(TyperGroup):
+class Group(_Parsing, TyperGroup):
     """A group of commands, whose names may be written with _ or -."""
 
     def __init__(self, **settings: Any):
         super().__init__(**settings)
         _prepare(self)
-
-    def get_help_option_names(self, ctx: Any) -> list[str]:
-        """Those of every command: Click would keep the names that its first context has."""
-        return HELP
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command with this name, in either spelling; None if there is none."""

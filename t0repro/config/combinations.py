@@ -24,6 +24,12 @@ def check_combinations(config: TrainRun) -> None:
             fix="Bind the adapter to be trained. To train the whole model from the adapter merged"
             " into its base, name the adapter's checkpoint as the one to restore.",
         )
+    if config.model.adapter is not None and (restore is None or not restore.path):
+        raise UserError(
+            "The run trains an adapter, but its base is not given.",
+            where=places.get("model.adapter"),
+            fix="Bind utils.run.init_checkpoint to the base, a checkpoint of any format.",
+        )
     for cause, shown, refused in (
         ("model.adapter", "An adapter", _refused_with_adapter),
         ("model.choice_loss", "ChoiceLoss", _refused_with_choice_loss),

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -269,7 +270,7 @@ def check_by_dry_run(
     training run's. What --skip_missing leaves out of a job is reported.
 
     Args:
-      settings: The jobs' settings; a user's own command is not run.
+      settings: The jobs' settings; a user's own command is looked up, not run.
       macros: The result of `check`.
       environment: Variables for the jobs.
 
@@ -279,7 +280,15 @@ def check_by_dry_run(
     Raises:
       UserError: With the error that would end the job.
     """
-    if settings.run_mode is None and settings.target != _RANKING:
+    if _is_command(settings.build_target):
+        program = shlex.split(settings.build_target)[0]
+        # A program below one of the jobs' own folders may be there later.
+        if "{" not in program and shutil.which(program, path=environment.get("PATH")) is None:
+            raise UserError(
+                f"The jobs' command cannot be started: there is no program {program}.",
+                where="--auxiliary_job_build_target_path",
+                fix="Correct its name or path, or give eval, train, or rank-eval with its options.",
+            )
         return list(settings.mixtures)
     mixtures = []
     for mixture in settings.mixtures:

@@ -203,7 +203,7 @@ def to_json(status: dict[Point, PointProgress]) -> list[dict[str, Any]]:
 
 
 def curves(status: dict[Point, PointProgress]) -> list[str]:
-    """One line for each mixture: its main metric over the steps, as bars between its extremes.
+    """One line for each mixture: its main metric over the steps, as bars, from first to last.
 
     Values that are NaN or Inf are left out of curves; the table has them.
     """
@@ -219,6 +219,6 @@ def curves(status: dict[Point, PointProgress]) -> list[str]:
         if len(found) > 1:
             tag, values = found[0][1][0], [metric[1] for _, metric in found]
             steps = f"steps {found[0][0]:,} to {found[-1][0]:,}"
-            extremes = f"{min(values):.4g} to {max(values):.4g}"
-            lines.append(f"{mixture}: {tag}  {bars(values)}  {extremes}, {steps}")
+            ends = f"{values[0]:.4g} to {values[-1]:.4g}"
+            lines.append(f"{mixture}: {tag}  {bars(values)}  {ends}, {steps}")
     return lines

@@ -80,6 +80,8 @@ def find_evaluation(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
         fix = f"To compare losses, name {losses}; to compare scores, evaluate the run first."
     else:
         what, fix = "There is no evaluation here.", _FIX
+        if path.name.startswith(("checkpoint_", "model.ckpt-")):
+            fix += " Checkpoints' tensors are compared by `t0repro checkpoint diff A B`."
     raise UserError(what, where=str(path), fix=fix)
 
 

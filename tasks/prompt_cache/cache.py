@@ -8,11 +8,13 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -146,11 +148,24 @@ def _workers(count: int) -> Iterator[ProcessPoolExecutor]:
     # Give the processors that the workers leave idle to SentencePiece's threads.
     threads = max(1, default_workers() // count)
     pool = _pool(count, initializer=shards.start_worker, initargs=(os.getpid(), threads))
+    _start_without_interrupts(pool, count)
     try:
         yield pool
     finally:
         # Drop queued work but wait for running work, since the staging folder is removed next.
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _start_without_interrupts(pool: ProcessPoolExecutor, count: int) -> None:
+    """Starts the workers with Ctrl-C blocked: it would end their imports, each with a traceback."""
+    # It unblocks the signal after starting, so it starts first.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        for _ in range(count):  # each task starts a worker, which inherits what is blocked
+            pool.submit(int)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _planned(request: Request, pool: ProcessPoolExecutor, workers: int) -> CachePlan:
@@ -169,7 +184,9 @@ def _planned(request: Request, pool: ProcessPoolExecutor, workers: int) -> Cache
 
 def _planned_elsewhere(request: Request) -> CachePlan:
     libraries = ", with TensorFlow and SeqIO" if needs_seqio(request.modules) else ""
-    with working(f"importing the tasks{libraries}"), _pool(1) as other:
+    # Ctrl-C ends it without a traceback.
+    quiet: Any = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_DFL)}
+    with working(f"importing the tasks{libraries}"), _pool(1, **quiet) as other:
         return other.submit(make_plan, request).result()
 
 

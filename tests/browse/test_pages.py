@@ -242,6 +242,9 @@ def test_a_prompt_is_saved_in_the_file_that_it_is_from_or_nowhere(own, tmp_path)
 def test_files_of_rows_that_are_none_are_refused(tmp_path):
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(UserError) as misspelt:
+        make_bench((), [tmp_path / "emtpy.jsonl"])
+    assert "Nearest: 'empty.jsonl'" in misspelt.value.fix
     for name in ("a.txt", "none.csv", "empty.jsonl"):
         with pytest.raises(UserError) as error:
             make_bench((), [tmp_path / name])

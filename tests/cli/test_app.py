@@ -72,6 +72,8 @@ def test_debug_lets_the_exception_through(monkeypatch, failing, error):
 def test_a_mistyped_command_or_option_exits_with_2(monkeypatch, capsys):
     assert run(monkeypatch, capsys, "doktor")[0] == 2
     assert run(monkeypatch, capsys, "doctor", "--jsn")[0] == 2
+    code, _, said = run(monkeypatch, capsys, "convert", "a", "b", "--to", "jaxx")
+    assert code == 2 and "Invalid value for '--to': 'jaxx' is not one of 'mtf'" in said
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_the_pages_list_of_flags_and_its_script_spell_them_in_two_ways(
     said = [
         run(
             monkeypatch, capsys, "aux", f"--model_dir={tmp_path}", "--once",
-            f"--{mixtures}=a_mixture", f"--{target}=no_such_program",
+            f"--{mixtures}=a_mixture", f"--{target}=true",
         )
         for mixtures, target in (
             ("auxiliary_job_mixtures", "auxiliary_job_build_target_path"),
@@ -132,3 +132,35 @@ def test_the_pages_list_of_flags_and_its_script_spell_them_in_two_ways(
         )
     ]  # fmt: skip
     assert said[0] == said[1] and said[0][0] == 0, said
+
+
+def test_a_folder_that_does_not_exist_has_no_checkpoints_now_and_is_not_made(tmp_path):
+    missing = tmp_path / "modle"
+    done = aux(f"--model_dir={missing}", "--auxiliary_job_mixtures=a", "--once", check=False)
+    assert done.returncode == 2
+    assert "There is no such folder" in done.stderr and f"--model_dir {missing}" in done.stderr
+    assert not missing.exists()
+
+
+def test_a_jobs_command_that_is_no_program_is_an_error_before_the_first_job(tmp_path):
+    save_checkpoints(tmp_path / "model", 3)
+    target = "--auxiliary_job_build_target_path=rankeval --limit 3"
+    flags = ("--auxiliary_job_mixtures=a", target, "--once")
+    done = aux(f"--model_dir={tmp_path / 'model'}", *flags, check=False)
+    assert done.returncode == 2 and "there is no program rankeval" in done.stderr
+    assert not (tmp_path / "model" / "auxiliary").exists()
+
+
+def test_its_messages_name_its_own_option_for_the_folders_of_gin_files(tmp_path):
+    (tmp_path / "model").mkdir()
+    flags = ("--auxiliary_job_mixtures=a", "--auxiliary_job_gin_file=nope.gin", "--once")
+    done = aux(f"--model_dir={tmp_path / 'model'}", *flags, check=False)
+    assert done.returncode == 2 and "There is no gin file nope.gin" in done.stderr
+    assert "--gin_search_paths" in done.stderr and "--gin_location_prefix" not in done.stderr
+
+
+def test_a_misspelt_option_of_a_group_gets_the_nearest_ones(tmp_path):
+    done = aux(f"--model_dir={tmp_path}", "--auxiliary_job_mixture=a", check=False)
+    assert (
+        "No such option: --auxiliary_job_mixture. Nearest: --auxiliary_job_mixtures" in done.stderr
+    )

@@ -220,3 +220,33 @@ def test_a_package_that_an_installation_leaves_out_is_named_with_how_to_get_it()
         "it: This needs seqio, which is not installed.\n  fix: Install the reference tier:"
         " TIER=reference bash scripts/setup.sh, in a checkout. docs/tiers.md lists what needs it.\n"
     )
+
+
+@pytest.mark.parametrize("command", ["t0repro", "t5_mesh_transformer"])
+def test_ctrl_c_during_the_first_imports_shows_no_traceback(command):
+    code = (
+        "import sys\n"
+        "class Interrupts:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 't0repro.cli.gate':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupts())\n"
+        f"from t0repro.cli import start; start.{command}()"
+    )
+    ended = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 130
+    assert ended.stderr == f"\n{command}: interrupted.\n  fix: Start the same command again.\n"
+
+
+def test_ctrl_c_while_page_sizes_are_timed_shows_no_traceback():
+    code = (
+        "import sys\n"
+        "from t0repro.cli import app\n"
+        "def interrupt(arguments):\n"
+        "    raise KeyboardInterrupt\n"
+        "app.use_huge_pages_where_faster, sys.argv = interrupt, ['t0repro', 'train']\n"
+        "app.main()"
+    )
+    ended = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 130
+    assert ended.stderr == "\nt0repro: interrupted.\n  fix: Start the same command again.\n"

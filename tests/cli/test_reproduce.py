@@ -186,6 +186,15 @@ def test_an_adapter_of_another_size_is_refused_before_the_checkpoint_is_fetched(
         run(asked, tmp_path / "out", devices=None, yes=True, dry_run=True)
 
 
+def test_another_vocabulary_than_the_checkpoints_is_refused_before_the_plan(tmp_path, monkeypatch):
+    base = save_model(tmp_path / "base", vocabulary=128)
+    monkeypatch.setenv("T0REPRO_VOCAB", str(DEMO_VOCABULARY))
+    monkeypatch.setattr("t0repro.cli.bodies.reproduce.make_plan", None)
+    asked = Asked(None, str(base), (), None)
+    with pytest.raises(UserError, match="the model's embedding 128 rows"):
+        run(asked, tmp_path / "out", devices=None, yes=True, dry_run=True)
+
+
 def test_a_released_checkpoint_without_a_known_vocabulary_is_refused_before_it_is_fetched(
     tmp_path, monkeypatch
 ):

@@ -89,11 +89,12 @@ def test_an_adapter_to_start_from_needs_an_adapter_to_train_and_a_base():
 
 def test_an_adapter_is_bound_in_training_and_its_errors_name_the_binding():
     adapter = "t0repro.jax_training.adapter = @t0repro.adapters.lora()"
-    config = load(adapter, "t0repro.adapters.lora.rank = 2")
+    base = "utils.run.init_checkpoint = 'base'"
+    config = load(adapter, base, "t0repro.adapters.lora.rank = 2")
     assert config.model.adapter == lora(rank=2)
     assert "jax_training.adapter" in config.provenance["model.adapter"]
     assert TrainRun.from_json(config.to_json()) == config
-    assert re.search(r"jax_training\.adapter is (?s:.*)--backend=jax", refusal_of(adapter))
+    assert re.search(r"jax_training\.adapter is (?s:.*)--backend=jax", refusal_of(adapter, base))
     for wrong, said in (
         ("targets = 'decoder/query'", "matches no kernel"),
         ("targets = '('", "is not a regular expression"),
@@ -103,7 +104,14 @@ def test_an_adapter_is_bound_in_training_and_its_errors_name_the_binding():
             load(adapter, f"t0repro.adapters.lora.{wrong}")
         assert wrong in caught.value.where or "lora.rank" in caught.value.where
     with pytest.raises(UserError, match="one optimizer"):
-        load(adapter, "utils.run.variable_filter = 'decoder'")
+        load(adapter, base, "utils.run.variable_filter = 'decoder'")
+    with pytest.raises(UserError, match="its base is not given") as caught:
+        load(adapter)
+    assert "jax_training.adapter" in caught.value.where
+    for wrong, kind in (("@t0repro.adapters.lora", "function"), ("'lora'", "str")):
+        with pytest.raises(UserError, match=f"is not an adapter, but a {kind}") as caught:
+            load(f"t0repro.jax_training.adapter = {wrong}", base)
+        assert wrong in caught.value.where and "with the parentheses" in caught.value.fix
 
 
 def test_a_loss_over_choices_is_bound_in_training():

@@ -99,6 +99,10 @@ def test_what_cannot_be_compared_is_a_users_mistake(tmp_path):
         invoke(a, metrics)
     with pytest.raises(UserError, match="--step is given 1 time for 2 runs"):
         invoke(a, a, "--step", 10)
+    (tmp_path / "checkpoint_3").mkdir()
+    with pytest.raises(UserError, match="There is no evaluation here") as caught:
+        invoke(a, tmp_path / "checkpoint_3")
+    assert "`t0repro checkpoint diff A B`" in caught.value.fix
     with pytest.raises(UserError, match="There is no such file or folder"):
         invoke(a, tmp_path / "absent")
 

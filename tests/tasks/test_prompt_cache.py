@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from t0repro.data import checks
 from t0repro.errors import UserError
 from t0repro.tasks.availability import drop_missing_tasks
 from t0repro.tasks.prompt_cache import shards
-from t0repro.tasks.prompt_cache.cache import cache_tasks
+from t0repro.tasks.prompt_cache.cache import _workers, cache_tasks
 from t0repro.tasks.prompt_cache.folders import MARKER, STAGING, locked, put_in_place, read_skipped
 from t0repro.tasks.prompt_cache.plan import make_plan
 from t0repro.tasks.registration import add_mixture, add_prompted_task
@@ -447,3 +448,11 @@ def test_a_folder_with_other_files_is_not_touched(tmp_path):
     with pytest.raises(UserError, match=r"thesis\.tex"):
         make(tmp_path, "demo_synthetic_imdb_Reviewer_Sentiment_Feeling")
     assert (tmp_path / "demo_synthetic_imdb_Reviewer_Sentiment_Feeling" / "thesis.tex").exists()
+
+
+def test_workers_start_with_ctrl_c_blocked_which_would_end_their_imports():
+    with _workers(2) as pool:
+        states = [Path(f"/proc/{number}/status").read_text() for number in pool._processes]
+    blocked = [int(re.search(r"SigBlk:\s*(\w+)", state)[1], 16) for state in states]
+    assert len(blocked) == 2 and all(each >> (signal.SIGINT - 1) & 1 for each in blocked)
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

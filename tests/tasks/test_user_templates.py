@@ -248,8 +248,10 @@ def test_a_file_makes_no_python_object(data, tmp_path, tag):
 
 
 def test_a_missing_file_and_a_binary_one_are_named(tmp_path):
-    with pytest.raises(UserError, match=r"absent\.yaml"):
+    with pytest.raises(UserError, match=r"absent\.yaml") as missing:
         read_template_file(tmp_path / "absent.yaml")
+    assert "T0REPRO_TEMPLATES" in missing.value.fix and os.getcwd() in missing.value.fix
+    assert "Nearest" not in missing.value.fix
     (tmp_path / "my.yaml").write_bytes(b"dataset: \xff\xfe")
     with pytest.raises(UserError, match="cannot be read"):
         read_template_file(tmp_path / "my.yaml")

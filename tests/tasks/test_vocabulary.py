@@ -247,7 +247,7 @@ def test_a_file_of_another_kind_is_named(tmp_path):
         LazyVocabulary(str(path), 100).encode("text")
     with pytest.raises(UserError, match="not a SentencePiece model") as error:
         _ = VocabularyFile(str(path)).sp_model
-    assert error.value.where == str(path)
+    assert error.value.where == str(path) and "such as spiece.model" in error.value.fix
 
 
 @pytest.fixture

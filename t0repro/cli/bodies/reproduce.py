@@ -26,6 +26,7 @@ from t0repro.cli.results import echo, print_written
 from t0repro.converters import released
 from t0repro.errors import UserError
 from t0repro.evaluation.opened import check_checkpoint, open_adapter_at
+from t0repro.evaluation.selection import check_fits
 from t0repro.parameters.shape import ModelShape
 from t0repro.partitioning.topologies import chip_of, find_chip
 from t0repro.progress import working
@@ -45,7 +46,7 @@ from t0repro.storage import lock_folder, write_atomically
 from t0repro.tasks.catalog import catalog
 from t0repro.tasks.readers import HUB_VARIABLE, find_reader
 from t0repro.tasks.user_files import DATA_VARIABLE
-from t0repro.tasks.vocabulary import BYTES, VOCABULARY_VARIABLE
+from t0repro.tasks.vocabulary import BYTES, VOCABULARY_VARIABLE, default_vocabulary
 from t0repro.words import columns, sized
 
 PLAN = "plan.json"
@@ -190,6 +191,7 @@ def _plan(
         to_fetch = released.bytes_to_fetch(found, weights)
     else:
         opened = check_checkpoint(str(asked.checkpoint), None, 1, adapters)
+        check_fits(default_vocabulary(), opened)  # before the minute of measuring
         to_fetch, shape = 0, opened.model.config.shape
     rows = find_rows(Path(os.environ.get(DATA_VARIABLE) or f"${DATA_VARIABLE}"))
     with working("measuring this machine for a minute"):
