@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 from t0repro import storage
 from t0repro.config.checkpoints import RestoreConfig
+from t0repro.config.combinations import check_has_base
 from t0repro.config.configuration import RunInputs
 from t0repro.config.run import Mode, TrainRun
 from t0repro.converters import mtf, sources
@@ -43,7 +44,8 @@ def open_start(config: TrainRun, fresh: Callable[[], FlatTree]) -> StoredTree | 
     model_dir, rules, model = os.fspath(config.model_dir), config.plan.restore, config.model
     if model.adapter is not None:
         # The base's parameters; checkpoints in model_dir are the adapter's.
-        assert rules is not None and isinstance(rules.path, str), "combinations.check_combinations"
+        check_has_base(config)
+        assert rules is not None and isinstance(rules.path, str)
         return open_configured(sources.find_checkpoint(rules.path), model)
     if storage.is_directory(model_dir) and sources.list_checkpoints(model_dir):
         return open_configured(sources.find_checkpoint(model_dir), model)

@@ -24,12 +24,6 @@ def check_combinations(config: TrainRun) -> None:
             fix="Bind the adapter to be trained. To train the whole model from the adapter merged"
             " into its base, name the adapter's checkpoint as the one to restore.",
         )
-    if config.model.adapter is not None and (restore is None or not restore.path):
-        raise UserError(
-            "The run trains an adapter, but its base is not given.",
-            where=places.get("model.adapter"),
-            fix="Bind utils.run.init_checkpoint to the base, a checkpoint of any format.",
-        )
     for cause, shown, refused in (
         ("model.adapter", "An adapter", _refused_with_adapter),
         ("model.choice_loss", "ChoiceLoss", _refused_with_choice_loss),
@@ -39,6 +33,21 @@ def check_combinations(config: TrainRun) -> None:
                 f"{shown} cannot be trained with this setting ({field}): {why}",
                 where=places.get(field) or places.get(cause),
             )
+
+
+def check_has_base(config: TrainRun) -> None:
+    """Refuses to train an adapter whose base is not given, which compiling a run does not need.
+
+    Raises:
+      UserError: With the place of the adapter.
+    """
+    restore = config.plan.restore
+    if config.model.adapter is not None and (restore is None or not restore.path):
+        raise UserError(
+            "The run trains an adapter, but its base is not given.",
+            where=config.provenance.get("model.adapter"),
+            fix="Bind utils.run.init_checkpoint to the base, a checkpoint of any format.",
+        )
 
 
 def _refused_with_adapter(config: TrainRun) -> Iterator[tuple[str, str]]:

@@ -39,6 +39,7 @@ from typing import Any
 
 from t0repro import compat
 from t0repro.config.addresses import check_addresses, check_outputs
+from t0repro.config.combinations import check_has_base
 from t0repro.config.configuration import Configuration
 from t0repro.config.data import SeqioDataConfig
 from t0repro.config.model import ModelConfig
@@ -70,6 +71,7 @@ def check_mesh_transformer(configuration: Configuration, *, jax: bool, skip_miss
     if trains:
         listed.append(Check("shards", Cost.TASKS, lambda: _mesh_training_data(configuration, jax)))
     if jax and trains and isinstance(config, TrainRun):
+        listed.insert(0, Check("base", Cost.NAMES, lambda: check_has_base(config)))
         listed.extend(_choices(config))
     listed.append(Check("checkpoints", Cost.INDEX, lambda: _mesh_checkpoints(configuration, jax)))
     run_checks(listed, _silent, all_at_once=False)

@@ -6,6 +6,7 @@ import pytest
 
 from t0repro.adapters import lora
 from t0repro.config.choices import ChoiceLoss
+from t0repro.config.combinations import check_has_base
 from t0repro.config.configuration import Configuration
 from t0repro.config.mtf import dialect
 from t0repro.config.mtf.parser import MeshInputs
@@ -106,7 +107,7 @@ def test_an_adapter_is_bound_in_training_and_its_errors_name_the_binding():
     with pytest.raises(UserError, match="one optimizer"):
         load(adapter, base, "utils.run.variable_filter = 'decoder'")
     with pytest.raises(UserError, match="its base is not given") as caught:
-        load(adapter)
+        check_has_base(load(adapter))
     assert "jax_training.adapter" in caught.value.where
     for wrong, kind in (("@t0repro.adapters.lora", "function"), ("'lora'", "str")):
         with pytest.raises(UserError, match=f"is not an adapter, but a {kind}") as caught:

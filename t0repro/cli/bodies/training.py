@@ -20,6 +20,7 @@ from t0repro.cloud.auxiliary import (
 )
 from t0repro.cloud.auxiliary_options import AuxiliaryOptions
 from t0repro.cloud.trackers.table import TrackerName
+from t0repro.config.combinations import check_has_base
 from t0repro.config.run import TrainRun
 from t0repro.config.t5x.gin_files import Parsed, T5xInputs
 from t0repro.data.checks import note_uncached
@@ -57,6 +58,7 @@ def train(
     has_jobs = jobs.are_given and is_first()
     if options.skip_missing and has_jobs:
         jobs = hand_on_skip_missing(jobs)
+    check_has_base(config)
     vocabularies = register_for_training(parsed, config, options)
     check_training(
         config,
