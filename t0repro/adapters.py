@@ -117,20 +117,6 @@ class Adapter:
         return shapes
 
 
-def check_is_adapter(value: object, where: str | None) -> None:
-    """Refuses what a gin file binds in an adapter's place, such as `@adapters.lora` uncalled.
-
-    Raises:
-      UserError: With the place of the binding.
-    """
-    if not isinstance(value, Adapter):
-        raise UserError(
-            f"The adapter is not an adapter, but a {type(value).__name__}.",
-            where=where,
-            fix="Bind @t0repro.adapters.lora() or @t0repro.adapters.ia3(), with the parentheses.",
-        )
-
-
 def lora(
     rank: int = 8,
     alpha: float = 8.0,

@@ -16,7 +16,6 @@ T5X_NAMES = {
     "bind use_cached = True": "bind USE_CACHED_TASKS = True",
     "run.sequence_length": "utils.DatasetConfig.task_feature_lengths",
     "mesh_train_dataset_fn.seed": "train/utils.DatasetConfig.seed",
-    "@t0repro.adapters.": "@adapters.",
     "utils.run.init_checkpoint": "utils.RestoreCheckpointConfig.path",
     ", or continue with --backend=mtf": "",
 }

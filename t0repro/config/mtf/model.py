@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast, get_args
 
-from t0repro.adapters import check_is_adapter
+from t0repro.adapters import Adapter
 from t0repro.config.configuration import NotOnJax
 from t0repro.config.gin import door
 from t0repro.config.gin.folders import is_shipped
@@ -150,7 +150,13 @@ def add_adapter_and_loss(arguments: Arguments, model: ModelConfig) -> ModelConfi
     """
     training, places = arguments.read("t0repro.jax_training"), arguments.provenance
     if (adapter := training["adapter"]) is not None:
-        check_is_adapter(adapter, places.get("model.adapter"))
+        if not isinstance(adapter, Adapter):  # such as @adapters.lora uncalled
+            raise UserError(
+                f"The adapter is not an adapter, but a {type(adapter).__name__}.",
+                where=places["model.adapter"],
+                fix="Bind @t0repro.adapters.lora() or @t0repro.adapters.ia3(), with the"
+                " parentheses.",
+            )
         targets = arguments.place("targets", f"t0repro.adapters.{adapter.kind}")
         model = model.with_adapter(adapter, targets or places["model.adapter"])
     return model.with_choice_loss(training["choice_loss"], places.get("model.loss_denominator"))

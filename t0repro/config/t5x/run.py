@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
-from t0repro.adapters import Adapter, check_is_adapter
+from t0repro.adapters import Adapter
 from t0repro.config.checkpoints import RestoreConfig
 from t0repro.config.combinations import check_combinations
 from t0repro.config.data import ExampleFiles, SeqioDataConfig
@@ -222,7 +222,6 @@ def _find_targets_place(parsed: Parsed) -> str | None:
     adapter: Adapter | None = parsed.program["adapter"]
     if adapter is None:
         return None
-    check_is_adapter(adapter, parsed.program.places.get("adapter"))
     # The adapter's functions are this project's own, which gin calls.
     name = f"adapters.{adapter.kind}.targets"
     places = (value.place for value in parsed.values if value.name.endswith(name))
