@@ -318,7 +318,7 @@ def decode(
       model: the model.
       params: its parameters.
       read: [all rows, heads, memory, d_kv] each; overwritten by the keys and values of each row's
-        input, and whatever is behind them.
+        input, with zeros behind them.
       kept: what `encode` returned.
       starts: where in `kept` those of each row's input begin, on its device.
       lengths: tokens of each row's input.
@@ -331,16 +331,19 @@ def decode(
             return jax.lax.dynamic_slice(kept, (0, start, 0), room.shape[1:])
 
         slices = jax.vmap(jax.vmap(slice_of, (None, 0)))(kept, jnp.asarray(starts))
-        found = constrain(slices.reshape(room.shape), "batch", "heads", None, None)
+        # Masked keys count too if they are NaN, as those of the next row's input may be.
+        found = jnp.where(is_own[:, None, :, None] > 0, slices.reshape(room.shape), 0)
+        found = constrain(found, "batch", "heads", None, None)
         return jax.lax.dynamic_update_slice(room, found, (0, 0, 0, 0))
 
+    is_own = _mark_first(lengths, read[0].key.shape[2])
     read = jax.tree.map(gather, read, kept)
     rows = jnp.reshape(jnp.asarray(targets), (-1, targets.shape[-1]))
     segments = jnp.minimum(rows, 1)
     hidden = model.apply(
         {"params": params},
         read,
-        _mark_first(lengths, read[0].key.shape[2]),
+        is_own,
         rows,
         segments,
         # Also at padding, which then reads what its row does.

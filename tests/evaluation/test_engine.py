@@ -79,6 +79,21 @@ def test_a_score_has_the_same_bits_in_any_order_and_company(params, activation):
         assert found.tobytes() == expected[some].tobytes()
 
 
+def test_an_input_that_gives_nan_leaves_the_scores_of_the_others(params):
+    examples = examples_of(11, 30, 3)
+    expected = score_examples(params, MODEL, examples, None)
+    token, spoiled = 100, np.zeros(len(examples), bool)  # no example has it
+    embedding = params["token_embedder"]["embedding"].at[token].set(np.nan)
+    bad = {**params, "token_embedder": {"embedding": embedding}}
+    for number in (4, 9, 20):
+        length = len(examples[number]["inputs"])
+        spoiled[number] = True
+        examples[number] = {**examples[number], "inputs": np.full(length, token, np.int32)}
+    scores = score_examples(bad, MODEL, examples, None)
+    assert np.isnan(scores[spoiled]).all()
+    assert scores[~spoiled].tobytes() == expected[~spoiled].tobytes()
+
+
 @pytest.mark.parametrize("tokens", [1, 600, 5000])
 def test_how_many_batches_are_under_way_changes_no_bit(params, tokens):
     pairs = collect_pairs(examples_of(11, 90, 4, longest=32))
