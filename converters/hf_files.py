@@ -83,6 +83,10 @@ class Pieces:
       special: Ids that no text has: of control pieces, of the unknown one and of sentinels.
       charsmap: Its table for normalizing text.
       byte_fallback: Whether unknown characters are spelled in bytes, as mT5's are.
+      has_t5_spaces: Whether texts become words as T5's do: any white space is one space, none is
+        left at the ends, and each word begins with the mark of a space.
+      has_dummy_prefix: Whether a text begins with the mark of a space.
+      removes_spaces: Whether several spaces become one, and none at the ends.
       ids: Ids of padding and end.
       unknown: Id of unknown characters.
       note: The number of sentinels that was assumed, as a sentence; "" for T5's own.
@@ -93,6 +97,9 @@ class Pieces:
     special: list[int]
     charsmap: bytes
     byte_fallback: bool
+    has_t5_spaces: bool
+    has_dummy_prefix: bool
+    removes_spaces: bool
     ids: TokenIds
     unknown: int
     note: str
@@ -106,7 +113,8 @@ class Pieces:
     def is_like_t5(self) -> bool:
         """Whether transformers' own T5Tokenizer makes the same of the pieces without sentinels."""
         last = range(len(self.scored) - self.sentinels, len(self.scored))
-        return self.special == [0, 1, 2, *last] and (self.ids, self.unknown) == (TokenIds(), 2)
+        ids = (self.special, self.ids, self.unknown)
+        return self.has_t5_spaces and ids == ([0, 1, 2, *last], TokenIds(), 2)
 
 
 def read_pieces(vocabulary: Path, family: ModelShape, sentinels: int | None = None) -> Pieces:
@@ -144,6 +152,14 @@ def read_pieces(vocabulary: Path, family: ModelShape, sentinels: int | None = No
             where=str(vocabulary),
             fix="Leave --vocab out, and copy the tokenizer files of the released model.",
         )
+    rules = model.normalizer_spec
+    if model.trainer_spec.treat_whitespace_as_suffix or not rules.escape_whitespaces:
+        raise UserError(
+            "The vocabulary marks the ends of words instead of their beginnings, or does not mark"
+            " spaces; no tokenizer of transformers does that.",
+            where=str(vocabulary),
+            fix="Leave --vocab out, and tokenize with the SentencePiece model itself.",
+        )
     unknown, eos = processor.unk_id(), processor.eos_id()
     if eos < 0:
         raise UserError(
@@ -166,8 +182,11 @@ def read_pieces(vocabulary: Path, family: ModelShape, sentinels: int | None = No
         content,
         scored,
         special,
-        model.normalizer_spec.precompiled_charsmap,
+        rules.precompiled_charsmap,
         model.trainer_spec.byte_fallback,
+        processor.normalize(" a\t\n\u3000 b ") == "\u2581a\u2581b",
+        rules.add_dummy_prefix,
+        rules.remove_extra_whitespaces,
         TokenIds(pad, eos),
         unknown,
         note,
@@ -243,11 +262,11 @@ def _fast_tokenizer(pieces: Pieces) -> dict[str, Any]:
     eos = pieces.scored[pieces.ids.eos][0]
     end = {"SpecialToken": {"id": eos, "type_id": 0}}
     first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
-    metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
+    scheme = "always" if pieces.has_dummy_prefix else "never"
+    metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": True}
     decoder = metaspace
     if pieces.byte_fallback:
         decoder = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, metaspace]}
-    normalizer = base64.b64encode(pieces.charsmap).decode()
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {
         "version": "1.0",
@@ -257,13 +276,13 @@ def _fast_tokenizer(pieces: Pieces) -> dict[str, Any]:
             {"id": token, "content": pieces.scored[token][0], **flags, "special": True}
             for token in pieces.special
         ],
-        "normalizer": {"type": "Precompiled", "precompiled_charsmap": normalizer}
-        if pieces.charsmap
-        else None,
+        "normalizer": _normalizer(pieces),
         "pre_tokenizer": {
             "type": "Sequence",
             "pretokenizers": [{"type": "WhitespaceSplit"}, metaspace],
-        },
+        }
+        if pieces.has_t5_spaces
+        else None,  # a piece may hold white space, or several marks of a space
         "post_processor": {
             "type": "TemplateProcessing",
             "single": [first, end],
@@ -278,6 +297,27 @@ def _fast_tokenizer(pieces: Pieces) -> dict[str, Any]:
             "byte_fallback": pieces.byte_fallback,
         },
     }
+
+
+def _normalizer(pieces: Pieces) -> dict[str, Any] | None:
+    """What happens to a text before it is split; None for nothing."""
+    charsmap = base64.b64encode(pieces.charsmap).decode()
+    steps: list[dict[str, Any]] = []
+    if charsmap:
+        steps.append({"type": "Precompiled", "precompiled_charsmap": charsmap})
+    if pieces.has_t5_spaces:  # the rest is the pre_tokenizer's
+        return steps[0] if steps else None
+    # As SentencePiece, which knows only U+0020 as a space.
+    if pieces.removes_spaces:
+        steps += [_replace({"Regex": r"\A +| +\z"}, ""), _replace({"Regex": " +"}, " ")]
+    if pieces.has_dummy_prefix:
+        steps.append({"type": "Prepend", "prepend": " "})
+    steps.append(_replace({"String": " "}, "▁"))
+    return {"type": "Sequence", "normalizers": steps}
+
+
+def _replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
 
 
 def model_card(family: ModelShape, provenance: Mapping[str, Any], dtype: str, slots: bool) -> str:

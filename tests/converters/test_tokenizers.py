@@ -20,6 +20,7 @@ from ..tasks.vocabularies import write_vocabulary
 
 PIECES = SentencePieceProcessor(str(VOCABULARY)).get_piece_size()
 TEXTS = ["Hello, World!", "naïve  café ½", "a\tb", " lead and trail ", "the cat sat on the mat."]
+LINES = [*TEXTS, "one\n\n two  \n", "\n", "", "a\u3000b"]
 
 
 def shape(rows: int) -> ModelShape:
@@ -39,6 +40,28 @@ def with_begin(path: Path) -> Path:
 
 def plain(path: Path) -> Path:
     return write_vocabulary(path)
+
+
+def with_rules(path: Path, **rules: object) -> Path:
+    """Texts are normalized by other rules than T5's, and a line's end is a piece."""
+    model = pb.ModelProto.FromString(VOCABULARY.read_bytes())
+    for name, value in rules.items():
+        setattr(model.normalizer_spec, name, value)
+    model.pieces.add(piece="\n", score=-5.0)
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+def with_line_ends(path: Path) -> Path:
+    return with_rules(path, name="identity", precompiled_charsmap=b"")
+
+
+def with_all_spaces(path: Path) -> Path:
+    return with_rules(path, remove_extra_whitespaces=False)
+
+
+def without_dummy_prefix(path: Path) -> Path:
+    return with_rules(path, add_dummy_prefix=False)
 
 
 def with_sentinels(path: Path) -> Path:
@@ -109,8 +132,33 @@ def test_a_tokenizer_json_leads_to_the_model_that_it_was_made_from(tmp_path):
         read_pieces(tmp_path / "tokenizer.json", shape(100))
 
 
+@pytest.mark.parametrize("write", [with_line_ends, with_all_spaces, without_dummy_prefix])
+def test_other_rules_for_spaces_than_t5_s_are_written_as_they_are(tmp_path, write):
+    pieces = read_pieces(write(tmp_path / "pieces"), shape(PIECES + 128))
+    files = tokenizer_files(pieces, shape(1))
+    # transformers' T5Tokenizer would put T5's rules in their place.
+    assert json.loads(files["tokenizer_config.json"])["tokenizer_class"] != "T5Tokenizer"
+    tokenizer = json.loads(files["tokenizer.json"])
+    assert tokenizer["pre_tokenizer"] is None
+    steps = [step["type"] for step in tokenizer["normalizer"]["normalizers"]]
+    assert ("Precompiled" in steps) == (write is not with_line_ends)
+    assert ("Prepend" in steps) == (write is not without_dummy_prefix)
+    assert steps.count("Replace") == (1 if write is with_all_spaces else 3)
+
+
+def test_a_vocabulary_that_marks_the_ends_of_words_is_refused(tmp_path):
+    model = pb.ModelProto.FromString(VOCABULARY.read_bytes())
+    model.trainer_spec.treat_whitespace_as_suffix = True
+    (tmp_path / "suffix.model").write_bytes(model.SerializeToString())
+    with pytest.raises(UserError, match="marks the ends of words"):
+        read_pieces(tmp_path / "suffix.model", shape(PIECES))
+
+
 @pytest.mark.hf
-@pytest.mark.parametrize("write", [plain, with_sentinels, with_begin])
+@pytest.mark.parametrize(
+    "write",
+    [plain, with_sentinels, with_begin, with_line_ends, with_all_spaces, without_dummy_prefix],
+)
 def test_transformers_gives_sentencepiece_s_tokens(tmp_path, write: Callable[[Path], Path]):
     transformers = pytest.importorskip("transformers")
     file = write(tmp_path / "pieces")
@@ -122,7 +170,7 @@ def test_transformers_gives_sentencepiece_s_tokens(tmp_path, write: Callable[[Pa
     (folder / "config.json").write_text('{"model_type": "t5"}')
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     processor = SentencePieceProcessor(str(file))
-    for text in TEXTS:
+    for text in LINES:
         assert tokenizer(text, add_special_tokens=False).input_ids == processor.encode(text), text
     assert tokenizer.unk_token_id == processor.unk_id()
     assert tokenizer("snow \u2603").input_ids[-2:] == [processor.unk_id(), 1]
