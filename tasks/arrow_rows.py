@@ -1,4 +1,4 @@
-"""Reads rows from Parquet, and from Arrow as `datasets` saves it (`save_to_disk`)."""
+"""Reads rows from Parquet, and from Arrow: `datasets`' streams, and files as Feather has them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.errors import INSTALL_PYARROW, UserError
+
+_FILE_MARK = b"ARROW1"
 
 
 def read_arrow(path: Path, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
@@ -54,8 +56,14 @@ def _parquet(path: Path) -> Any:
 
 
 def _stream(path: Path) -> Any:
-    # Mapped, so that batches that are passed over are not read.
-    return _open(path, lambda arrow: arrow.ipc.open_stream(arrow.memory_map(str(path))))
+    def open_mapped(arrow: Any) -> Any:
+        # Mapped, so that batches that are passed over are not read.
+        source = arrow.memory_map(str(path))
+        is_file = source.read(len(_FILE_MARK)) == _FILE_MARK
+        source.seek(0)
+        return (arrow.ipc.open_file if is_file else arrow.ipc.open_stream)(source)
+
+    return _open(path, open_mapped)
 
 
 def _open(path: Path, open_file: Any) -> Any:
@@ -100,7 +108,9 @@ def _read_stream(path: Path, start: int = 0, stop: int | None = None) -> Iterato
     first = 0
     with _stream(path) as stream:
         try:
-            for batch in stream:
+            is_file = hasattr(stream, "num_record_batches")
+            numbers = range(stream.num_record_batches if is_file else 0)
+            for batch in map(stream.get_batch, numbers) if is_file else stream:
                 if stop is not None and first >= stop:
                     return
                 yield first, batch
@@ -112,8 +122,15 @@ def _read_stream(path: Path, start: int = 0, stop: int | None = None) -> Iterato
 
 
 def _batch_rows(path: Path, batch: Any, first: int) -> list[dict[str, Any]]:
+    names = batch.schema.names
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(
+            f"The file has two columns {twice!r}; a row has one value of a name.",
+            where=str(path),
+            fix="Rename or remove one of them.",
+        )
     try:
-        return batch.to_pylist()
+        return _in_microseconds(batch).to_pylist()
     # Decoded bytes are text only if they are UTF-8.
     except UnicodeDecodeError as error:
         raise UserError(
@@ -121,3 +138,18 @@ def _batch_rows(path: Path, batch: Any, first: int) -> list[dict[str, Any]]:
             where=f"{path}, rows {first + 1} to {first + batch.num_rows}",
             fix="Write the file again, from text in UTF-8.",
         ) from error
+
+
+def _in_microseconds(batch: Any) -> Any:
+    """A batch whose times are no finer than Python's; pandas writes nanoseconds."""
+    import pyarrow as pa
+
+    columns = []
+    for column in batch.columns:
+        kind = column.type
+        if pa.types.is_timestamp(kind) and kind.unit == "ns":
+            column = column.cast(pa.timestamp("us", kind.tz), safe=False)
+        elif pa.types.is_duration(kind) and kind.unit == "ns":
+            column = column.cast(pa.duration("us"), safe=False)
+        columns.append(column)
+    return pa.RecordBatch.from_arrays(columns, names=batch.schema.names)

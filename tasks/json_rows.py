@@ -19,6 +19,7 @@ from t0repro.words import json_fault
 
 DEPTH = 100
 """How deeply the lists and objects of a row may be nested."""
+_LINES = (".jsonl", ".jsonl.gz")
 _HEAD = 4096  # bytes in which a file's first row begins
 _TOO_DEEP = f"its lists and objects are nested more than {DEPTH} deep"
 
@@ -32,6 +33,8 @@ def read_json(path: Path, start: int = 0, stop: int | None = None) -> Iterator[d
     if _is_list(path):
         yield from _read_list(path)[start:stop]
         return
+    if not path.name.endswith(_LINES):
+        _check_has_rows(path)
     for number, line in itertools.islice(_lines(path), start, stop):
         yield _parse(line, path, f"line {number}")
 
@@ -74,11 +77,28 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 def _is_list(path: Path) -> bool:
     """Whether a `.json` file has one list, as pandas writes it, rather than an object a line."""
-    if path.name.endswith((".jsonl", ".jsonl.gz")):
+    if path.name.endswith(_LINES):
         return False
     with _open(path) as file:
         # Not a line, which may be the whole list.
         return file.read(_HEAD).removeprefix(BOM_UTF8).lstrip().startswith(b"[")
+
+
+def _check_has_rows(path: Path) -> None:
+    """Refuses a `.json` file of columns, as pandas' to_json writes: it would pass for one row."""
+    lines = list(itertools.islice(_lines(path), 2))
+    if len(lines) != 1:
+        return
+    number, line = lines[0]
+    values = [*_parse(line, path, f"line {number}").values()]
+    is_columns = any(all(isinstance(value, kind) for value in values) for kind in (list, dict))
+    if values and is_columns and len({len(value) for value in values}) == 1:
+        raise UserError(
+            "The file is one JSON object of columns, not rows.",
+            where=str(path),
+            fix='Write rows, with pandas by to_json(path, orient="records", lines=True). If it is'
+            " one row, give the file the ending .jsonl.",
+        )
 
 
 def _read_list(path: Path) -> list[dict[str, Any]]:

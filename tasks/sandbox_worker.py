@@ -127,6 +127,8 @@ class StrictEnvironment(PromptEnvironment):
             return found
         many = f"there {'is' if len(obj) == 1 else 'are'} {counted(len(obj), 'choice')}"
         fault = f"but {many}" if isinstance(argument, int) else "which is not a whole number"
+        if not isinstance(argument, int) and argument in range(len(obj)):  # 1.0
+            fault = "which is not an int; write it with the filter `| int`"
         if isinstance(argument, str):
             is_number = argument.strip().removeprefix("-").isdecimal()  # else `| int` makes it 0
             advice = "write it with the filter `| int`" if is_number else "print it as the target"

@@ -117,13 +117,13 @@ def _splits(content: TemplateFile, rows_needed: bool) -> dict[str, dict[str, Spl
     known = {str(path.parent.relative_to(root)) for root in roots for path in root.glob("*/*/*.*")}
     named = str(folders[0].relative_to(roots[0]))
     beside = [path for each in (*folders, folders[0].parent) for path in each.glob("*.*")]
-    if near := [path for path in beside if path.suffix.lower() in SUFFIXES]:
-        is_there = near[0].parent in folders
-        there = (
-            f"{near[0]} is no such file."
-            if is_there
-            else f"Move {some(sorted(map(str, near)))} there."
-        )
+    others = [path for path in beside if path.parent in folders]
+    if saved := next((path for path in beside if path.name == "state.json"), None):
+        there = f"Move the files in {saved.parent}, which are one split, to {folders[0]}/<split>."
+    elif others:
+        there = f"{others[0]} is no such file."
+    elif near := [path for path in beside if path.suffix.lower() in SUFFIXES]:
+        there = f"Move {some(sorted(map(str, near)))} there."
     elif above := [up for root in roots for up in root.parents[:2] if splits_on_disk(up / named)]:
         there = f"Or set {DATA_VARIABLE} to {above[0]}, which holds them."
     else:

@@ -1,5 +1,6 @@
 """Rows on disk: both formats, and what is said when they are missing or broken."""
 
+import datetime
 import gzip
 import json
 
@@ -11,6 +12,7 @@ import pytest
 from t0repro.errors import UserError
 from t0repro.tasks import rows
 from t0repro.tasks.readers import find_reader
+from t0repro.tasks.row_codec import decode_row, encode_row
 from t0repro.tasks.user_files import data_folders
 
 
@@ -145,6 +147,22 @@ def test_a_list_of_rows_is_read_and_its_broken_row_named(tmp_path):
         list(rows.read_rows(path))
 
 
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"text": {"0": "a", "1": "b"}, "label": {"0": 1, "1": 0}},
+        {"text": ["a", "b"], "label": [1, 0]},
+    ],
+)
+def test_columns_are_no_row(tmp_path, columns):
+    path = tmp_path / "train.json"
+    path.write_text(json.dumps(columns))
+    with pytest.raises(UserError, match="(?s)object of columns, not rows.*orient="):
+        list(rows.read_rows(path))
+    path.rename(path := tmp_path / "train.jsonl")
+    assert list(rows.read_rows(path)) == [columns]
+
+
 def test_a_byte_order_mark_and_carriage_returns_are_no_part_of_rows(tmp_path):
     path = tmp_path / "train.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(json.dumps(row).encode() for row in ROWS))
@@ -189,6 +207,38 @@ def test_a_broken_line_is_named_by_file_and_number(tmp_path, line):
     broken = line if isinstance(line, bytes) else line.encode()
     path.write_bytes(b'{"text": "fine"}\n\n' + broken + b"\n")
     with pytest.raises(UserError, match=r"train\.jsonl, line 3"):
+        list(rows.read_rows(path))
+
+
+def test_nanoseconds_are_read_as_microseconds(tmp_path):
+    instant = pyarrow.array([1_577_934_245_000_001_999], pyarrow.timestamp("ns", "UTC"))
+    span = pyarrow.array([3_000_000_001], pyarrow.duration("ns"))
+    path = tmp_path / "train.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"], "at": instant, "took": span}), path)
+    (row,) = rows.read_rows(path)
+    assert type(row["at"]) is datetime.datetime
+    assert row["at"].isoformat() == "2020-01-02T03:04:05.000001+00:00"
+    assert row["took"] == datetime.timedelta(seconds=3)
+    assert decode_row(encode_row(row)) == row
+
+
+def test_arrow_files_are_read_as_well_as_streams(tmp_path):
+    table = pyarrow.table({"text": ["a", "b", "c"], "label": [1, 0, 1]})
+    path = tmp_path / "train.arrow"
+    with pyarrow.ipc.new_file(path, table.schema) as file:
+        for batch in table.to_batches(max_chunksize=2):
+            file.write_batch(batch)
+    assert list(rows.read_rows(path)) == table.to_pylist()
+    assert list(rows.read_rows(path, 1, 3)) == table.to_pylist()[1:]
+    assert rows.number_of_rows(path) == 3
+    assert rows.class_names(path) == {}
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    path = tmp_path / "train.parquet"
+    columns = [pyarrow.array(["a"]), pyarrow.array(["b"])]
+    pyarrow.parquet.write_table(pyarrow.Table.from_arrays(columns, ["text", "text"]), path)
+    with pytest.raises(UserError, match="two columns 'text'"):
         list(rows.read_rows(path))
 
 

@@ -336,6 +336,10 @@ def test_a_file_that_is_no_split_is_named_where_rows_are_missing(data, tmp_path)
     with pytest.raises(UserError) as error:
         register_templates(path)
     assert error.value.fix and error.value.fix.endswith(f"{folder / 'train.CSV'} is no such file.")
+    (folder.parent / "state.json").write_text("{}")  # as save_to_disk leaves one split
+    with pytest.raises(UserError) as error:
+        register_templates(path)
+    assert error.value.fix and error.value.fix.endswith(f"one split, to {folder}/<split>.")
 
 
 def test_check_counts_rows_without_a_label_and_targets_without_text(data, tmp_path, forget):
