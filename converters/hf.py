@@ -49,9 +49,10 @@ _HEAD = "lm_head.weight"
 # transformers before 4.0 gave cross-attention a bias of its own, which T5 has not and none reads.
 _UNREAD = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 # What torch.compile, DataParallel, FSDP and PyTorch's checkpoint_wrapper insert into the names of a
-# model that was saved while wrapped.
+# model that was saved while wrapped, and the fields of Lightning's, PEFT's and TRL's modules.
 _WRAPPERS = re.compile(
-    r"(?<![^.])(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+    r"(?<![^.])(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module"
+    r"|base_model|model|pretrained_model|transformer)\."
 )
 
 

@@ -213,8 +213,15 @@ def _describe_below(path: str) -> str:
     """A sentence about the checkpoints in a folder's folders, or ""."""
     if storage.is_address(path):
         return ""
-    folders = [each.path for each in os.scandir(path) if each.is_dir()]
-    found = [each for each in sorted(folders)[:100] if list_checkpoints(each)]
+    # Of the hub's cache, models--<owner>--<name>/snapshots/<commit>.
+    parents = [path, os.path.join(path, "snapshots")]
+    entries = [each for parent in parents if os.path.isdir(parent) for each in os.scandir(parent)]
+    folders = sorted(each.path for each in entries if each.is_dir())[:100]
+    found = [
+        each
+        for each in folders
+        if list_checkpoints(each) or hf.hf_ref(each) or adapter_files.peft_ref(each)
+    ]
     return f" There are some in {some(found, 3)}." if found else ""
 
 
@@ -240,8 +247,42 @@ _UNPICKLE = (
 )
 
 
+# Names of files and folders -> what they are, and how to get a checkpoint that is read.
+_OTHER_LAYOUTS = (
+    (
+        r"model-\d{5}-of-\d{5}\.safetensors",
+        f"is one of a model's files, but {hf.INDEX}, which lists them, is missing",
+        f"Copy {hf.INDEX} there too.",
+    ),
+    (
+        r"zero_to_fp32\.py|global_step\d+",
+        "is DeepSpeed's, whose shards are not read",
+        "In the directory, run python zero_to_fp32.py . OUT --safe_serialization, and copy"
+        f" {hf.CONFIG} to OUT.",
+    ),
+    (
+        r".+\.distcp|pytorch_model_fsdp_\d+",
+        "is PyTorch's distributed checkpoint (FSDP), whose shards are not read",
+        f"Merge them with accelerate merge-weights FOLDER OUT, and copy {hf.CONFIG} to OUT.",
+    ),
+    (
+        r"target\..+",
+        "is an array of T5X's, but the directory is not named checkpoint_<step>",
+        "Rename the directory to checkpoint_ and its step.",
+    ),
+    (
+        r"(?!adapter_model|optimizer_slots).+\.safetensors",
+        f"is not named {hf.WEIGHTS}, as transformers names a model's weights",
+        "Rename it if it is the whole model.",
+    ),
+)
+
+
 def _refuse_formats(directory: str, names: list[str]) -> None:
     """Raises UserError for a file of weights in a format that is not read."""
+    for pattern, what, fix in _OTHER_LAYOUTS:
+        if name := next((each for each in sorted(names) if re.fullmatch(pattern, each)), None):
+            raise UserError(f"{name} {what}.", where=storage.join(directory, name), fix=fix)
     fix = f"Get the same model as {hf.WEIGHTS}, in Mesh TensorFlow's format or in T5X's."
     for name in names:
         what = f"{name} is in a format that is not read."

@@ -94,7 +94,9 @@ def import_results(results: str | os.PathLike[str], folder: Path) -> tuple[Path,
     with atomic_directory(eval_dir) as staged:
         for task in ranked:
             samples = path.with_name(f"samples_{task}_{date}.jsonl")
-            expected = found.get("n-samples", {}).get(task, {}).get("effective")
+            expected = found.get("n-samples", {}).get(task)
+            if isinstance(expected, Mapping):
+                expected = expected.get("effective")
             metrics = found.get("results", {}).get(task, {})
             try:
                 _import_task(task, samples, expected, metrics, staged)
@@ -132,12 +134,22 @@ def _remove_import(eval_dir: Path) -> None:
 
 def _latest(folder: Path) -> Path:
     # A file's name ends with the date, so the last one is the latest.
+    if folder.is_file():
+        raise UserError(
+            "This is a file, not the folder of lm-evaluation-harness's results.",
+            where=str(folder),
+            fix=f"Give its folder, {folder.parent}, which must hold the samples too.",
+        )
     found = sorted(folder.rglob("results_*.json"), key=lambda path: path.name)
     if not found:
+        older = next(iter(sorted(folder.rglob("results.json"))), None)
         raise UserError(
-            "There are no results of lm-evaluation-harness here (results_<date>.json).",
+            "There are no results of lm-evaluation-harness here (results_<date>.json)."
+            + (
+                f" {older} is not one: before 0.4.3 it had other files of samples." if older else ""
+            ),
             where=str(folder),
-            fix=_RUN_AGAIN,
+            fix=f"{'Update lm-eval. ' if older else ''}{_RUN_AGAIN}",
         )
     models = sorted({str(path.parent) for path in found})
     if len(models) > 1:
@@ -184,7 +196,9 @@ def _import_task(
     accuracy = float(np.mean([s.best in found for s, found in zip(samples, right, strict=True)]))
     # The harness names a figure by metric and filter; one filter was applied.
     for name, value in metrics.items():
-        if name.partition(",")[0] == "acc" and abs(float(value) - accuracy) > 1e-6:
+        if name.partition(",")[0] != "acc":
+            continue
+        if not isinstance(value, int | float) or not abs(value - accuracy) <= 1e-6:
             raise UnusableSamplesError(
                 f"its scores give {name} = {accuracy:g}, and its results say {value}"
             )

@@ -135,6 +135,31 @@ def test_a_folder_of_runs_is_told_where_the_checkpoints_are(mixed, tmp_path):
         find_checkpoint(tmp_path / "run")
 
 
+@pytest.mark.parametrize("below", ["checkpoint-500", "snapshots/abc", "0_Transformer"])
+def test_a_folder_of_transformers_models_is_told_where_they_are(tmp_path, below):
+    (tmp_path / below).mkdir(parents=True)
+    (tmp_path / below / "model.safetensors").touch()
+    with pytest.raises(UserError, match=f"There are some in {tmp_path}/{below}\\."):
+        find_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("model-00001-of-00002.safetensors", "model.safetensors.index.json, which lists them"),
+        ("model.fp16.safetensors", "is not named model.safetensors(.|\n)*Rename it"),
+        ("global_step100", "DeepSpeed(.|\n)*zero_to_fp32.py"),
+        ("__0_0.distcp", "FSDP(.|\n)*accelerate merge-weights"),
+        ("target.encoder.encoder_norm.scale", "not named checkpoint_<step>"),
+    ],
+)
+def test_other_layouts_are_named_with_the_way_out(tmp_path, name, words):
+    (tmp_path / name).touch()
+    (tmp_path / "optimizer.pt").touch()
+    with pytest.raises(UserError, match=words):
+        find_checkpoint(tmp_path)
+
+
 def test_an_empty_directory_and_a_wrong_path_are_told_with_what_to_give(tmp_path):
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(UserError, match=r"model\.ckpt-<step>\.index or checkpoint_<step>/"):

@@ -70,6 +70,8 @@ WRITTEN_BY_OTHERS = {
     "compiled layers": with_compiled_layers,
     "DataParallel": prefixed("module."),
     "both": prefixed("module._orig_mod."),
+    "Lightning": prefixed("model."),
+    "PEFT, merged": prefixed("base_model.model."),
     "FSDP": prefixed("_fsdp_wrapped_module."),
 }
 
@@ -151,8 +153,8 @@ def test_two_tensors_of_one_name_are_refused(directory):
 
 
 def test_an_unknown_prefix_is_the_cause_that_is_named(directory):
-    change(directory, prefixed("model."))
-    with pytest.raises(UserError, match="unknown variables: 'model"):
+    change(directory, prefixed("net."))
+    with pytest.raises(UserError, match="unknown variables: 'net"):
         load_any(directory)
 
 

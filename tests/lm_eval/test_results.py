@@ -179,6 +179,8 @@ def test_targets_are_read_so_that_they_give_the_harnesss_accuracies(tmp_path, ta
         ([sample(0, scores=("nan", -1.0))], {}, "nan, which is not a log-lik"),
         ([sample(0, scores=(-1.0, 2.0), acc=0.0)], {}, "not a log-likelihood"),
         ([sample(0), sample(0)], {}, "several samples"),
+        ([sample(0)], {"acc,none": "N/A"}, "its results say N/A"),
+        ([sample(0)], {"acc,none": None}, "its results say None"),
         ([sample(0, "2", choices=(" 1", " 2", " 3"), scores=(-1, -2, -3), acc=0.0)], {}, "may be"),
     ],
 )
@@ -226,6 +228,24 @@ def test_results_of_two_models_are_told_apart_and_none_is_said(results, tmp_path
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="no results"):
         import_results(tmp_path / "empty", tmp_path / "out")
+    (tmp_path / "empty" / "results.json").write_text("{}")  # as before 0.4.3
+    with pytest.raises(
+        UserError, match="(?s)results.json is not one: before 0.4.3.*Update lm-eval"
+    ):
+        import_results(tmp_path / "empty", tmp_path / "out")
+    with pytest.raises(UserError, match="(?s)This is a file.*Give its folder"):
+        import_results(next(results.glob("results_*.json")), tmp_path / "out")
+
+
+def test_a_count_of_samples_may_be_a_number(tmp_path):
+    results = write_results(tmp_path / "results", {"plain": PLAIN})
+    path = results / "results_2026.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"n-samples": {"plain": 2}}))
+    assert not import_results(results, tmp_path / "out")[1]
+    path.write_text(json.dumps(content | {"n-samples": {"plain": 3}}))
+    with pytest.raises(UserError, match="samples of 2 examples; 3 were evaluated"):
+        import_results(results, tmp_path / "out")
 
 
 @pytest.fixture(scope="module")
