@@ -145,11 +145,9 @@ def _latest(folder: Path) -> Path:
         older = next(iter(sorted(folder.rglob("results.json"))), None)
         raise UserError(
             "There are no results of lm-evaluation-harness here (results_<date>.json)."
-            + (
-                f" {older} is not one: before 0.4.3 it had other files of samples." if older else ""
-            ),
+            + (f" {older} is another program's, or lm-eval's before 0.4.3." if older else ""),
             where=str(folder),
-            fix=f"{'Update lm-eval. ' if older else ''}{_RUN_AGAIN}",
+            fix=f"{'If it is lm-eval, update it. ' if older else ''}{_RUN_AGAIN}",
         )
     models = sorted({str(path.parent) for path in found})
     if len(models) > 1:

@@ -230,7 +230,7 @@ def test_results_of_two_models_are_told_apart_and_none_is_said(results, tmp_path
         import_results(tmp_path / "empty", tmp_path / "out")
     (tmp_path / "empty" / "results.json").write_text("{}")  # as before 0.4.3
     with pytest.raises(
-        UserError, match="(?s)results.json is not one: before 0.4.3.*Update lm-eval"
+        UserError, match="(?s)results.json is another program's, or lm-eval's.*update it"
     ):
         import_results(tmp_path / "empty", tmp_path / "out")
     with pytest.raises(UserError, match="(?s)This is a file.*Give its folder"):
