@@ -165,14 +165,21 @@ def _message(error: Exception) -> str:
 
 
 _BAD_TOKEN = re.compile(r"Failed to parse token ('.*')")
+_PYTHONS = {"true": "True", "false": "False", "null": "None", "none": "None"}
+_CURLY = re.compile("[\u2018\u2019\u201c\u201d]")
 
 
 def _fix_of_value(error: Exception) -> str | None:
     """The fix for an invalid value, usually a text without quotation marks."""
     if not isinstance(error, SyntaxError):
         return None
-    if not (_BAD_TOKEN.search(error.msg) or "Unable to parse value" in error.msg):
+    token = _BAD_TOKEN.search(error.msg)
+    if not (token or "Unable to parse value" in error.msg):
         return None
+    if token and (value := _PYTHONS.get(token[1].strip("'").lower())):
+        return f"Write {value}: gin's values are Python's."
+    if _CURLY.search(error.text or ""):
+        return "Write straight quotation marks: 'text'. Word processors make curly ones of them."
     return (
         "Correct the value. A text stands in quotation marks, within those of the shell:"
         """ --gin.NAME="'text'", --gin_param="NAME = 'text'"."""
