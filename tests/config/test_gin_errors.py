@@ -2,8 +2,10 @@
 
 import contextlib
 import io
+import os
 from pathlib import Path
 
+import gin.config
 import pytest
 from hypothesis import given, settings
 
@@ -106,7 +108,10 @@ def test_what_is_wrong_in_a_file_is_named_by_file_and_line(tmp_path, line, what,
     assert fix in str(error.fix)
 
 
-def test_a_folder_in_place_of_a_file_is_answered_with_its_files(tmp_path):
+def test_a_folder_in_place_of_a_file_is_answered_with_its_files(tmp_path, monkeypatch):
+    # Like TensorFlow's reader, which `import gin.tf` adds: a folder is an empty file.
+    readers = [*gin.config._FILE_READERS, (lambda path: io.StringIO(), os.path.exists)]
+    monkeypatch.setattr(gin.config, "_FILE_READERS", readers)
     folder = tmp_path / "runs"
     folder.mkdir()
     error = refusal(f"{TEXT}include '{folder}'\n", tmp_path)

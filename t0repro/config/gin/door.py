@@ -13,6 +13,7 @@ import dataclasses
 import inspect
 import io
 import logging
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import IO, Any, NamedTuple
@@ -385,8 +386,8 @@ def file_readers() -> list[tuple[Callable[[str], Any], Callable[[str], bool]]]:
 def extend_readers() -> None:
     """Makes gin read files at addresses, and take no folder of the user's for a package.
 
-    It refuses addresses out of reach, and finds T5X's files where an author's copy of T5X was. All
-    apply to `include`s too.
+    It refuses addresses out of reach and folders, and finds T5X's files where an author's copy of
+    T5X was. All apply to `include`s too.
     """
     readers = file_readers()
     of_packages = resource_reader.system_path_reader
@@ -395,8 +396,9 @@ def extend_readers() -> None:
     ]
     # Register once per process, however many command lines it parses.
     if (_open_address, storage.is_address) not in readers:
-        # Insert first: gin tries its readers in order, and TensorFlow's may be among them.
-        readers.insert(0, (_open_address, storage.is_address))
+        # Insert first: gin tries its readers in order, and TensorFlow's, which takes a folder for
+        # an empty file, may be among them, or a gin file's imports may add it.
+        readers[:0] = [(_open_address, storage.is_address), (_refuse_folder, os.path.isdir)]
         readers.append((_open_shipped, _is_shipped))
 
 
@@ -417,6 +419,12 @@ def _open_address(path: str) -> IO[str]:
         raise UserError(
             f"There is no gin file {address}.", where=where, fix="Correct the address."
         ) from error
+
+
+def _refuse_folder(path: str) -> IO[str]:
+    # In gin's own words for a file that is nowhere, which it completes with the place.
+    searched = gin.config._LOCATION_PREFIXES
+    raise OSError(f"Unable to open file: {path}. Searched config paths: {searched}.")
 
 
 def shipped_files() -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import itertools
 import logging
 import os
 import re
@@ -73,7 +74,8 @@ def open_file(name: str, folders: Sequence[str]) -> tuple[str, str] | None:
     Raises:
       OSError, UnicodeDecodeError: If it cannot be read, or is not text.
     """
-    for path in [name] if os.path.isabs(name) else [os.path.join(at, name) for at in folders]:
+    paths = [name] if os.path.isabs(name) else [os.path.join(at, name) for at in folders]
+    for path in itertools.filterfalse(os.path.isdir, paths):
         for reader, exists in door.file_readers():
             # The reader for installed packages logs an error if it finds nothing.
             logging.disable(logging.ERROR)
