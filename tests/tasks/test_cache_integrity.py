@@ -19,7 +19,7 @@ from t0repro.tasks.vocabulary import VocabularyFile
 
 from .prompt_caches import make
 
-NAME = "integrity_imdb"
+NAME = "checked_rows"
 SPLIT = "validation"
 
 
@@ -182,7 +182,7 @@ def test_a_cache_of_another_vocabulary_is_refused(cache, other_vocabulary):
 
 def test_a_cache_of_a_larger_vocabulary_is_refused(whole, tmp_path, monkeypatch, shared_vocab):
     rows = task_descriptions()[NAME].rows
-    name = "integrity_imdb_of_t5"
+    name = "checked_rows_of_t5"
     add_prompted_task(
         "imdb", None, rows.template.name, [SPLIT],
         root=rows.root, vocabulary=VocabularyFile(str(shared_vocab)), name=name,
