@@ -72,6 +72,9 @@ def generation_config(ids: TokenIds) -> dict[str, Any]:
     return {"decoder_start_token_id": 0, "eos_token_id": ids.eos, "pad_token_id": ids.pad}
 
 
+_FIX = "Name the SentencePiece model that the checkpoint was trained with."
+
+
 @dataclasses.dataclass(frozen=True)
 class Pieces:
     """The parts of a SentencePiece model from which transformers makes a tokenizer.
@@ -131,20 +134,8 @@ def read_pieces(vocabulary: Path, family: ModelShape, sentinels: int | None = No
     Raises:
       UserError: if the file is not a unigram model or has more pieces than the embedding rows.
     """
-    from google.protobuf.message import DecodeError
-    from sentencepiece import sentencepiece_model_pb2
-
-    fix = "Name the SentencePiece model that the checkpoint was trained with."
-    try:
-        content = vocabulary.read_bytes()
-        model = sentencepiece_model_pb2.ModelProto.FromString(content)
-        processor = processor_of(content)
-    except OSError as error:
-        raise UserError(
-            f"The vocabulary cannot be read: {error.strerror}.", where=str(vocabulary), fix=fix
-        ) from None
-    except (DecodeError, RuntimeError) as error:
-        raise not_a_model(str(vocabulary), error) from None
+    content, model, processor = _read_model(vocabulary)
+    rules = model.normalizer_spec
     if model.trainer_spec.model_type != model.trainer_spec.UNIGRAM:
         raise UserError(
             "The vocabulary is not a unigram model, as T5's are. (Pile-T5's, for instance, is"
@@ -152,7 +143,6 @@ def read_pieces(vocabulary: Path, family: ModelShape, sentinels: int | None = No
             where=str(vocabulary),
             fix="Leave --vocab out, and copy the tokenizer files of the released model.",
         )
-    rules = model.normalizer_spec
     if model.trainer_spec.treat_whitespace_as_suffix or not rules.escape_whitespaces:
         raise UserError(
             "The vocabulary marks the ends of words instead of their beginnings, or does not mark"
@@ -163,7 +153,7 @@ def read_pieces(vocabulary: Path, family: ModelShape, sentinels: int | None = No
     unknown, eos = processor.unk_id(), processor.eos_id()
     if eos < 0:
         raise UserError(
-            "The vocabulary has no token that ends a text.", where=str(vocabulary), fix=fix
+            "The vocabulary has no token that ends a text.", where=str(vocabulary), fix=_FIX
         )
     # Pad with a token that no text has: the begin's, as in transformers' MADLAD-400.
     pads = (processor.pad_id(), processor.bos_id(), unknown)
@@ -195,6 +185,23 @@ def read_pieces(vocabulary: Path, family: ModelShape, sentinels: int | None = No
         del model.pieces[len(scored) - pieces.sentinels :]
         return dataclasses.replace(pieces, content=model.SerializeToString())
     return pieces
+
+
+def _read_model(vocabulary: Path) -> tuple[bytes, Any, Any]:
+    """A SentencePiece model's file, its message and its processor."""
+    from google.protobuf.message import DecodeError
+    from sentencepiece import sentencepiece_model_pb2
+
+    try:
+        content = vocabulary.read_bytes()
+        model = sentencepiece_model_pb2.ModelProto.FromString(content)
+        return content, model, processor_of(content)
+    except OSError as error:
+        raise UserError(
+            f"The vocabulary cannot be read: {error.strerror}.", where=str(vocabulary), fix=_FIX
+        ) from None
+    except (DecodeError, RuntimeError) as error:
+        raise not_a_model(str(vocabulary), error) from None
 
 
 def _sentinels_to_add(

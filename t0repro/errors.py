@@ -76,7 +76,7 @@ def needs_reference_tier(why: str) -> UserError:
 
 def similar_names(name: str, known: Iterable[str], count: int = 5) -> list[str]:
     """Up to `count` known names similar to a mistyped one, the nearest first; [] if none is."""
-    names = _in_order(known)
+    names = _order_names(known)
     close = difflib.get_close_matches(name, names, n=count, cutoff=0.5)
     # A dataset's name is far from its tasks' names, which contain it.
     return close or [each for each in names if len(name) > 2 and name in each][:count]
@@ -88,14 +88,14 @@ def nearest_names(name: str, known: Iterable[str], count: int = 5) -> str:
     If none is similar, says so and lists the first few known names. Names without an order, such as
     a set's, are sorted, so that the same mistake always gets the same answer.
     """
-    names = _in_order(known)
+    names = _order_names(known)
     if similar := similar_names(name, names, count):
         return ", ".join(map(repr, similar))
     some = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
     return "none is similar" + (f"; there are {some}" if names else "")
 
 
-def _in_order(names: Iterable[str]) -> list[str]:
+def _order_names(names: Iterable[str]) -> list[str]:
     return sorted(names) if isinstance(names, set | frozenset) else list(dict.fromkeys(names))
 
 

@@ -108,9 +108,10 @@ def _read_stream(path: Path, start: int = 0, stop: int | None = None) -> Iterato
     first = 0
     with _stream(path) as stream:
         try:
-            is_file = hasattr(stream, "num_record_batches")
-            numbers = range(stream.num_record_batches if is_file else 0)
-            for batch in map(stream.get_batch, numbers) if is_file else stream:
+            batches = stream
+            if hasattr(stream, "num_record_batches"):  # a file is no iterator
+                batches = map(stream.get_batch, range(stream.num_record_batches))
+            for batch in batches:
                 if stop is not None and first >= stop:
                     return
                 yield first, batch
@@ -130,7 +131,7 @@ def _batch_rows(path: Path, batch: Any, first: int) -> list[dict[str, Any]]:
             fix="Rename or remove one of them.",
         )
     try:
-        return _in_microseconds(batch).to_pylist()
+        return _truncate_times(batch).to_pylist()
     # Decoded bytes are text only if they are UTF-8.
     except UnicodeDecodeError as error:
         raise UserError(
@@ -140,16 +141,17 @@ def _batch_rows(path: Path, batch: Any, first: int) -> list[dict[str, Any]]:
         ) from error
 
 
-def _in_microseconds(batch: Any) -> Any:
+def _truncate_times(batch: Any) -> Any:
     """A batch whose times are no finer than Python's; pandas writes nanoseconds."""
     import pyarrow as pa
 
-    columns = []
-    for column in batch.columns:
+    def truncate(column: Any) -> Any:
         kind = column.type
         if pa.types.is_timestamp(kind) and kind.unit == "ns":
-            column = column.cast(pa.timestamp("us", kind.tz), safe=False)
-        elif pa.types.is_duration(kind) and kind.unit == "ns":
-            column = column.cast(pa.duration("us"), safe=False)
-        columns.append(column)
+            return column.cast(pa.timestamp("us", kind.tz), safe=False)
+        if pa.types.is_duration(kind) and kind.unit == "ns":
+            return column.cast(pa.duration("us"), safe=False)
+        return column
+
+    columns = [truncate(column) for column in batch.columns]
     return pa.RecordBatch.from_arrays(columns, names=batch.schema.names)

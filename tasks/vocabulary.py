@@ -309,7 +309,7 @@ def not_a_model(path: str, error: Exception) -> UserError:
         fix = "Remove it, and it is fetched again."
     elif path.endswith(".json"):
         fix = "Give the SentencePiece model that it was made from, such as spiece.model beside it."
-    elif "://" not in path:
+    elif not is_address(path):
         fix = "Name a SentencePiece model, a file such as spiece.model."
     return UserError(f"The vocabulary is not a SentencePiece model: {error}", where=path, fix=fix)
 

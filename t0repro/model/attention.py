@@ -79,12 +79,11 @@ def attention(
     dtype = jnp.dtype(dtype or query.dtype)
     float32 = dtype == value.dtype == jnp.float32
     way = choose_implementation(batch, heads, length, keys, float32=float32)
-    if way == "full" and device_to_trace_for().platform == "cpu":
-        # It multiplies bfloat16 arrays faster, to float32 logits too.
-        return full_matrix(query, key, value, position_bias, mask, apply_dropout, dtype)
-    query, key = query.astype(dtype), key.astype(dtype)
+    # A CPU multiplies bfloat16 arrays faster, to float32 logits too.
+    if way != "full" or device_to_trace_for().platform != "cpu":
+        query, key = query.astype(dtype), key.astype(dtype)
     if way == "full":
-        return full_matrix(query, key, value, position_bias, mask, apply_dropout)
+        return full_matrix(query, key, value, position_bias, mask, apply_dropout, dtype)
     # Scaling a key's value has the same effect as scaling its weights.
     scale = apply_dropout(jnp.ones((batch, heads, 1, keys), value.dtype))
     value = value * scale.swapaxes(2, 3)

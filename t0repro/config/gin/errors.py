@@ -165,8 +165,8 @@ def _message(error: Exception) -> str:
 
 
 _BAD_TOKEN = re.compile(r"Failed to parse token ('.*')")
-_PYTHONS = {"true": "True", "false": "False", "null": "None", "none": "None"}
-_CURLY = re.compile("[\u2018\u2019\u201c\u201d]")
+_PYTHON_VALUES = {"true": "True", "false": "False", "null": "None", "none": "None"}
+_CURLY_QUOTES = re.compile("[\u2018\u2019\u201c\u201d]")
 
 
 def _fix_of_value(error: Exception) -> str | None:
@@ -176,9 +176,9 @@ def _fix_of_value(error: Exception) -> str | None:
     token = _BAD_TOKEN.search(error.msg)
     if not (token or "Unable to parse value" in error.msg):
         return None
-    if token and (value := _PYTHONS.get(token[1].strip("'").lower())):
+    if token and (value := _PYTHON_VALUES.get(token[1].strip("'").lower())):
         return f"Write {value}: gin's values are Python's."
-    if _CURLY.search(error.text or ""):
+    if _CURLY_QUOTES.search(error.text or ""):
         return "Write straight quotation marks: 'text'. Word processors make curly ones of them."
     return (
         "Correct the value. A text stands in quotation marks, within those of the shell:"
