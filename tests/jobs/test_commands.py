@@ -82,7 +82,7 @@ def test_the_files_of_the_example_on_real_data_fit_their_jobs(file, target, step
         ({"gin_file": None}, "there is no gin file", "Name a gin file"),
         ({"build_target": "rank-eval --title 'x"}, "No closing quotation", "Close every quote"),
         ({"build_target": " "}, "command is empty", "Give eval, train"),
-        ({"gin_bindings": ("NO_SUCH_MACRO = 1",)}, "Nothing reads", "known: "),
+        ({"gin_bindings": ("NO_SUCH_MACRO = 1",)}, "Nothing reads", "Correct or remove"),
         ({"gin_bindings": ("DROPOUT_RAT = 1",)}, "DROPOUT_RAT", "DROPOUT_RATE"),
     ],
 )
