@@ -411,8 +411,8 @@ def _plan_hf(
         )
     if family.position_bias_per_layer and not (family.tied or family.encoder_only):
         notes.append(
-            "transformers 4 computes this umT5 as T5X does. transformers 5 takes every umT5 for"
-            " tied and multiplies its logits by d_model**-0.5; after loading, set"
+            "transformers 4 and 5.24 compute this umT5 as T5X does. 5.0 to 5.23 take every umT5"
+            " for tied and multiply its logits by d_model**-0.5; after loading, set"
             " model.config.tie_word_embeddings = False."
         )
     if pieces and pieces.note:

@@ -335,10 +335,10 @@ def is_scaled(config: Mapping[str, Any], where: str) -> bool:
     Raises:
       UserError: if it is unknown which version wrote a tied mT5.
     """
-    if config["model_type"] == "t5":
+    if config["model_type"] in ("t5", "umt5"):
         return bool(config.get("scale_decoder_outputs", is_tied(config)))
-    if config["model_type"] == "umt5" or not is_tied(config):
-        return is_tied(config)
+    if not is_tied(config):
+        return False
     version = _transformers_version(config)
     if version is None:
         raise UserError(
@@ -355,8 +355,9 @@ def logits_of(config: Mapping[str, Any], has_kernel: bool, where: str) -> Logits
 
     transformers 4 scales a tied T5 and mT5 and gives an untied one a kernel. transformers 5 ties
     all of them and lets an lm_head.weight in the file override the tie: its T5 has the field
-    scale_decoder_outputs, and its mT5 never scales. Both scale a tied umT5. An untied umT5, which
-    transformers 4 and T5X do not scale, counts as tied and scaled in transformers 5.
+    scale_decoder_outputs, as its umT5 from 5.24 on, and its mT5 never scales. Both scale a tied
+    umT5. An untied umT5, which transformers 4 and T5X do not scale, counts as tied and scaled in
+    transformers 5.0 to 5.23.
 
     Args:
       config: the content of config.json.

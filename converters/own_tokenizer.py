@@ -29,10 +29,13 @@ from t0repro.tasks.vocabulary import (
 )
 from t0repro.words import some
 
-PIECES = "spiece.model"
+PIECES, _LLAMA_PIECES = "spiece.model", "tokenizer.model"
 TOKENIZER, SETTINGS, _ADDED = "tokenizer.json", "tokenizer_config.json", "added_tokens.json"
-_BYTE_PAIRS = ("vocab.json", "merges.txt")
-FILES = (PIECES, TOKENIZER, SETTINGS, _ADDED, "special_tokens_map.json", *_BYTE_PAIRS)
+_BYTE_PAIRS, _WORD_PIECES = ("vocab.json", "merges.txt"), "vocab.txt"
+FILES = (
+    *(PIECES, _LLAMA_PIECES, TOKENIZER, SETTINGS, _ADDED, "special_tokens_map.json"),
+    *(*_BYTE_PAIRS, _WORD_PIECES),
+)
 # T5's sentinels begin with SentencePiece's mark of a word's beginning; transformers' do not.
 SENTINEL = re.compile("\u2581?(<extra_id_[0-9]+>)")
 
@@ -68,8 +71,8 @@ def own_vocabulary(source: CheckpointRef) -> VocabularyFile | None:
     pipeline = storage.join(folder, name.replace("text_encoder", "tokenizer"))
     for place in dict.fromkeys((source.folder, pipeline)):
         names = set(storage.list_names(place)) if storage.is_directory(place) else set()
-        if PIECES in names:
-            return VocabularyFile(storage.join(place, PIECES))
+        if model := _sentencepiece_in(names):
+            return VocabularyFile(storage.join(place, model))
         settings = _read(place, SETTINGS) if SETTINGS in names else {}
         if settings.get("tokenizer_class") == "ByT5Tokenizer":
             return VocabularyFile(BYTES)
@@ -105,9 +108,15 @@ def check_own_tokenizer(folders: Sequence[str], *vocabularies: Any) -> bool:
     return is_compared
 
 
+def _sentencepiece_in(names: set[str]) -> str | None:
+    return next((name for name in (PIECES, _LLAMA_PIECES) if name in names), None)
+
+
 def _check_pieces(vocabulary: Any, folder: str, names: set[str]) -> bool:
-    if PIECES in names:
-        check_equal(vocabulary, VocabularyFile(storage.join(folder, PIECES)), folder)
+    if model := _sentencepiece_in(names):
+        own = VocabularyFile(storage.join(folder, model))
+        check_equal(vocabulary, own, folder)
+        _check_agree(own, model, folder, names)
         return True
     settings = _read(folder, SETTINGS) if SETTINGS in names else {}
     if settings.get("tokenizer_class") == "ByT5Tokenizer":
@@ -117,6 +126,8 @@ def _check_pieces(vocabulary: Any, folder: str, names: set[str]) -> bool:
     model = _read(folder, file).get("model", {}) if file in names else {}
     if not model and names.issuperset(_BYTE_PAIRS):
         file, model = _BYTE_PAIRS[0], {"type": "BPE"}
+    if not model and _WORD_PIECES in names:
+        file, model = _WORD_PIECES, {"type": "WordPiece"}
     if not model:
         return False
     where = storage.join(folder, file)
@@ -127,31 +138,54 @@ def _check_pieces(vocabulary: Any, folder: str, names: set[str]) -> bool:
             where=where,
             fix=_ELSEWHERE,
         )
-    theirs = [_plain(str(piece[0])) for piece in model.get("vocab", ())]
-    ours = _names(vocabulary)
+    if differing := _differing(vocabulary, model):
+        token, here, there = differing
+        raise UserError(
+            f"The tasks' vocabulary, {shown(vocabulary)}, is not the checkpoint's: id {token}"
+            f" is {here!r} in it and {there!r} in {file}.",
+            where=where,
+            fix=f"Give the SentencePiece model that {file} was made from:"
+            f" {VOCABULARY_VARIABLE}=FILE.",
+        )
+    return True
+
+
+def _check_agree(own: VocabularyFile, name: str, folder: str, names: set[str]) -> None:
+    """Checks that a SentencePiece model and the tokenizer.json beside it have the same pieces."""
+    model = _read(folder, TOKENIZER).get("model", {}) if TOKENIZER in names else {}
+    if differing := model and _differing(own, model):
+        token, here, there = differing
+        raise UserError(
+            f"The checkpoint's tokenizer has two vocabularies: id {token} is {here!r} in {name} and"
+            f" {there!r} in {TOKENIZER}, which transformers reads.",
+            where=storage.join(folder, TOKENIZER),
+            fix="Remove the file that the model was not trained with.",
+        )
+
+
+def _differing(vocabulary: Any, model: Mapping[str, Any]) -> tuple[int, str, str] | None:
+    """The first id with different pieces in a vocabulary and in tokenizer.json, with both."""
+    vocab = model.get("vocab", ())
+    # Byte pairs have their ids beside them, a unigram model's pieces their scores.
+    theirs = sorted(vocab, key=vocab.get) if isinstance(vocab, dict) else [p[0] for p in vocab]
+    theirs, ours = [_plain(str(piece)) for piece in theirs], _names(vocabulary)
     # Sentinels at the end that only one of the two has do not count.
     for pieces in (theirs, ours):
         while pieces and SENTINEL.fullmatch(pieces[-1]):
             pieces.pop()
-    for token, (there, here) in enumerate(itertools.zip_longest(theirs, ours, fillvalue="nothing")):
-        if there != here:
-            raise UserError(
-                f"The tasks' vocabulary, {shown(vocabulary)}, is not the checkpoint's: id {token}"
-                f" is {here!r} in it and {there!r} in {file}.",
-                where=where,
-                fix=f"Give the SentencePiece model that {file} was made from:"
-                f" {VOCABULARY_VARIABLE}=FILE.",
-            )
-    return True
+    pairs = itertools.zip_longest(ours, theirs, fillvalue="nothing")
+    return next(
+        ((token, here, there) for token, (here, there) in enumerate(pairs) if here != there), None
+    )
 
 
 _ELSEWHERE = "Evaluate it with transformers (docs/any_model.md has the harness's commands)."
 
 
 def _check_added(vocabulary: Any, folder: str, names: set[str]) -> None:
-    """Checks that no token was added to the tokenizer but sentinels and marks of its pieces."""
+    """Checks that no token was added to the tokenizer but sentinels and its special pieces."""
     files = {name: _read(folder, name) for name in (_ADDED, SETTINGS, TOKENIZER) if name in names}
-    added = dict.fromkeys(files.get(_ADDED, ()), _ADDED)
+    added, unbound = dict.fromkeys(files.get(_ADDED, ()), _ADDED), set()
     decoder = files.get(SETTINGS, {}).get("added_tokens_decoder") or {}
     for file, tokens in (
         (SETTINGS, decoder.values()),
@@ -159,6 +193,16 @@ def _check_added(vocabulary: Any, folder: str, names: set[str]) -> None:
     ):
         for token in tokens:
             added.setdefault(str(token["content"]), file)
+            if not token.get("special") and not token.get("single_word"):
+                unbound.add(str(token["content"]))
+    if inside_words := unbound & _normal_pieces(vocabulary):
+        first = min(inside_words)
+        raise UserError(
+            "The checkpoint's tokenizer takes these as tokens even inside words, which SentencePiece"
+            f" does not: {some([*map(repr, sorted(inside_words))])}.",
+            where=storage.join(folder, added[first]),
+            fix=_ELSEWHERE,
+        )
     known = set(_names(vocabulary))
     if lacking := [
         token for token in added if _plain(token) not in known and not SENTINEL.fullmatch(token)
@@ -178,6 +222,16 @@ def _names(vocabulary: Any) -> list[str]:
         return ["<pad>", "</s>", "<unk>"]
     processor = processor_of(model_of(vocabulary) or b"")
     return [_plain(processor.id_to_piece(token)) for token in range(processor.get_piece_size())]
+
+
+def _normal_pieces(vocabulary: Any) -> set[str]:
+    """The pieces of which a text's words are made, without those that a text has whole."""
+    if getattr(vocabulary, "address", None) == BYTES:
+        return set()
+    from sentencepiece import sentencepiece_model_pb2
+
+    model = sentencepiece_model_pb2.ModelProto.FromString(model_of(vocabulary) or b"")
+    return {piece.piece for piece in model.pieces if piece.type == piece.NORMAL}
 
 
 def _plain(piece: str) -> str:

@@ -135,6 +135,13 @@ OLD, NEW = {"transformers_version": "4.57.1"}, {"transformers_version": "5.23.0"
             "scaled embedding",
             "scaled embedding",
         ),
+        # From 5.24 on, as a T5.
+        ({"model_type": "umt5", "scale_decoder_outputs": False, **NEW}, "kernel", "embedding"),
+        (
+            {"model_type": "umt5", "scale_decoder_outputs": True, **NEW},
+            "scaled embedding",
+            "scaled embedding",
+        ),
     ],
 )
 def test_the_logits_come_from_where_the_transformers_that_saved_the_model_takes_them(

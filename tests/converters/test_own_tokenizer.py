@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sentencepiece import SentencePieceProcessor
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from sentencepiece import sentencepiece_model_pb2 as pb
 
 from t0repro import score
@@ -82,6 +82,50 @@ def test_added_tokens_are_refused_by_name(tmp_path, name):
     with pytest.raises(UserError, match="lacks: '<premise>'") as caught:
         check_own_tokenizer([str(tmp_path)], TASKS)
     assert caught.value.where == str(tmp_path / name)
+
+
+def test_a_word_s_piece_that_was_added_as_a_token_is_refused(tmp_path):
+    """tokenizers then takes it inside words too, under its old id."""
+    save_tokenizer(tmp_path, VOCABULARY, "spiece.model", "tokenizer.json")
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    piece = tokenizer["model"]["vocab"][70][0]
+    tokenizer["added_tokens"].append({"id": 70, "content": piece, "special": False})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(UserError, match=f"even inside words.*{piece}"):
+        check_own_tokenizer([str(tmp_path)], TASKS)
+
+
+def test_two_files_of_one_tokenizer_that_differ_are_refused(tmp_path):
+    """transformers reads tokenizer.json; the model may have been trained with either."""
+    save_tokenizer(tmp_path, exchanged(tmp_path / "other"), "tokenizer.json")
+    save_tokenizer(tmp_path, VOCABULARY, "spiece.model")
+    with pytest.raises(UserError, match="two vocabularies: id 70 is"):
+        check_own_tokenizer([str(tmp_path)], TASKS)
+
+
+def test_a_llama_s_tokenizer_model_is_compared(tmp_path):
+    """Pile-T5's, of byte pairs, with the ids of a Llama; tokenizer.json has them by name."""
+    own = tmp_path / "tokenizer.model"
+    text = tmp_path / "text"
+    text.write_text("a text of some words, and of more words\n" * 9)
+    SentencePieceTrainer.train(
+        f"--input={text} --model_prefix={tmp_path}/tokenizer --model_type=bpe --vocab_size=300"
+        " --byte_fallback --unk_id=0 --bos_id=1 --eos_id=2 --pad_id=-1 --minloglevel=2"
+    )
+    with pytest.raises(UserError, match=f"is not the checkpoint's, {own}.*: id 0 is"):
+        check_own_tokenizer([str(tmp_path)], TASKS)
+    processor = SentencePieceProcessor(str(own))
+    pieces = {processor.id_to_piece(token): token for token in range(processor.get_piece_size())}
+    tokenizer = {"model": {"type": "BPE", "vocab": pieces}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert check_own_tokenizer([str(tmp_path)], VocabularyFile(str(own)))
+
+
+def test_word_pieces_are_refused(tmp_path):
+    """Chinese T5s have BERT's tokenizer."""
+    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n")
+    with pytest.raises(UserError, match="is of the kind WordPiece"):
+        check_own_tokenizer([str(tmp_path)], TASKS)
 
 
 def test_byte_pairs_of_as_many_tokens_are_refused(tmp_path):
