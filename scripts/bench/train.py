@@ -136,7 +136,8 @@ def prepare(options: argparse.Namespace) -> None:
 
     files, params = gin_files(options), tuple(overrides(options))
     inputs = MeshInputs("unused", files, params, module_imports=(MODULE,))
-    config = load(inputs).run
+    # An accelerator follows the dtypes that gin binds, and so do the programs measured here.
+    config = load(inputs, float32_activations=False).run
     batches = iter(TrainBatches(config).open(0, None))
     kept = [next(batches) for _ in range(options.steps + 1)]
     (options.folder / "run.json").write_text(config.to_json())

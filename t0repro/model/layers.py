@@ -27,7 +27,7 @@ from t0repro.model.dropout import Dropout, ScannedLayer
 from t0repro.model.initialization import Initializer, parameter
 from t0repro.model.matmuls import einsum
 from t0repro.model.shapes import Array, Float, Int
-from t0repro.partitioning.devices import constrain
+from t0repro.partitioning.devices import constrain, device_to_trace_for
 
 # Mesh TensorFlow sets no initializer for position biases, so TensorFlow's default applies.
 _GLOROT_UNIFORM = nn.initializers.glorot_uniform(in_axis=0, out_axis=1)
@@ -399,7 +399,15 @@ def activation(name: str) -> Callable[[jax.Array], jax.Array]:
     Raises:
       KeyError: if the model has no such activation.
     """
-    return _ACTIVATIONS[name]
+    function = _ACTIVATIONS[name]
+
+    def activate(x: jax.Array) -> jax.Array:
+        if x.dtype == jnp.bfloat16 and device_to_trace_for().platform == "cpu":
+            # XLA on CPU would round after each operation, which takes three times as long.
+            return function(x.astype(jnp.float32)).astype(x.dtype)
+        return function(x)
+
+    return activate
 
 
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {

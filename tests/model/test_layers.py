@@ -86,6 +86,13 @@ def test_every_activation_of_a_configuration_is_there():
         assert np.isfinite(activation(name)(jnp.linspace(-4, 4, 9))).all()
 
 
+@pytest.mark.parametrize("name", get_args(Activation))
+def test_an_activation_in_bfloat16_is_rounded_once_on_a_cpu(name):
+    x = jnp.linspace(-4, 4, 999).astype(jnp.bfloat16)
+    exact = activation(name)(x.astype(jnp.float32))
+    np.testing.assert_array_equal(activation(name)(x), exact.astype(jnp.bfloat16))
+
+
 def test_ids_outside_the_vocabulary_have_zero_embeddings():
     embedding = Embedding(model_config(vocab_size=4, d_model=3), FLOAT32)
     variables = embedding.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
