@@ -198,8 +198,8 @@ def _check_added(vocabulary: Any, folder: str, names: set[str]) -> None:
     if inside_words := unbound & _normal_pieces(vocabulary):
         first = min(inside_words)
         raise UserError(
-            "The checkpoint's tokenizer takes these as tokens even inside words, which SentencePiece"
-            f" does not: {some([*map(repr, sorted(inside_words))])}.",
+            "The checkpoint's tokenizer takes these as tokens even inside words, which"
+            f" SentencePiece does not: {some([*map(repr, sorted(inside_words))])}.",
             where=storage.join(folder, added[first]),
             fix=_ELSEWHERE,
         )
