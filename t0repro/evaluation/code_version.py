@@ -6,12 +6,15 @@ import ast
 import functools
 import hashlib
 import importlib.util
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from t0repro.compat import installed_version
 
 _ROOT = "t0repro"
+_KERNEL = ".cc"
+_NAMED_KERNEL = re.compile(r'"(\w+\.cc)"')
 
 
 # A pair's score: from tokens to log-likelihood, and how the journal stores it.
@@ -83,7 +86,10 @@ def code_digest(
 
 
 def collect_modules(modules: Iterable[str], read: ReadSource) -> dict[str, str]:
-    """Full name -> source, for the modules and every module of t0repro that they import."""
+    """Full name -> source, for the modules and every module of t0repro that they import.
+
+    Also for the kernels that they name: "t0repro.model.attention.cc" is a file of t0repro.model.
+    """
     sources: dict[str, str] = {}
     waiting = list(modules)
     while waiting:
@@ -91,7 +97,12 @@ def collect_modules(modules: Iterable[str], read: ReadSource) -> dict[str, str]:
         source = None if name in sources else read(name)
         if source is not None:
             sources[name] = source
+            if name.endswith(_KERNEL):
+                continue
             waiting += _imports(source)
+            waiting += [
+                f"{name.rpartition('.')[0]}.{file}" for file in _NAMED_KERNEL.findall(source)
+            ]
             # Importing a module also runs its package's __init__.
             waiting += [name.rpartition(".")[0]] if name != _ROOT else []
     return sources
@@ -129,7 +140,10 @@ def read_source(name: str) -> str | None:
     if not spec.submodule_search_locations:
         return Path(spec.origin).read_text(encoding="utf-8") if len(parts) == 2 else None
     place = Path(spec.origin).parent.joinpath(*parts[2:])
-    for path in (place / "__init__.py", place.with_suffix(".py")):
+    paths = [place / "__init__.py", place.with_suffix(".py")]
+    if name.endswith(_KERNEL):
+        paths = [place.parent.with_suffix(_KERNEL)]
+    for path in paths:
         if path.is_file():
             return path.read_text(encoding="utf-8")
     return None

@@ -27,6 +27,7 @@ PARTS = {
         ("scoring", "t0repro.training.token_losses"),
         ("scoring", "t0repro.model.t5"),
         ("scoring", "t0repro.model.layers"),
+        ("scoring", "t0repro.model.attention.cc"),
         ("scoring", "t0repro.evaluation.grouping"),
         ("generation", "t0repro.model.decoding"),
         ("generation", "t0repro.model.layers"),
