@@ -37,16 +37,19 @@ def rank_evaluated(model, out, processes=1, *arguments, cores=None):
     if processes > 1:
         command += [f"--coordinator_address=127.0.0.1:{free_port()}"]
         command += [f"--process_count={processes}"]
+    own = os.sched_getaffinity(0)
+    # Those that are started inherit it. With a preexec_fn Python forks, which JAX warns of.
+    os.sched_setaffinity(0, cores or own)
     started = [
         subprocess.Popen(
             command + ([f"--process_index={index}"] if processes > 1 else []),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            preexec_fn=lambda: os.sched_setaffinity(0, cores or os.sched_getaffinity(0)),
         )
         for index in range(processes)
     ]
+    os.sched_setaffinity(0, own)
     printed = [process.communicate()[0] for process in started]
     assert [process.returncode for process in started] == [0] * processes, printed
     return printed[0]
