@@ -52,7 +52,7 @@ _UNREAD = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weigh
 # model that was saved while wrapped, and the fields of Lightning's, PEFT's and TRL's modules.
 _WRAPPERS = re.compile(
     r"(?<![^.])(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module"
-    r"|base_model|model|pretrained_model|transformer)\."
+    r"|base_model|model|params|pretrained_model|transformer)\."
 )
 
 

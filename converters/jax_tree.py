@@ -29,7 +29,10 @@ from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape, unknown_variable
 
 Layout = Literal["legacy", "orbax"]  # of T5X's checkpoints
-STATE = "state"  # the item of T5X's Orbax checkpoints that holds the tree
+# The items of an Orbax checkpoint that may hold the tree: T5X's, and that of a CheckpointManager
+# whose items nobody named.
+STATE = "state"
+ITEMS = (STATE, "default")
 _DUMMY_SHAPE = (1,)
 
 
@@ -264,7 +267,7 @@ def jax_refs(directory: str) -> list[CheckpointRef]:
 def jax_ref(path: str, step: int | None) -> CheckpointRef | None:
     """Returns the checkpoint in a directory, as "t5x" if it has one of T5X's layouts; else None.
 
-    T5X's legacy layout has the file `checkpoint`, its Orbax layout the folder `state`; this
+    T5X's legacy layout has the file `checkpoint`, its Orbax layout an item's folder; this
     project's layout has the tree in the directory itself.
     """
     tree = _tree_directory(path)
@@ -280,9 +283,9 @@ def orbax_ref(path: str) -> CheckpointRef | None:
 
 
 def _tree_directory(path: str) -> str:
-    """The directory with the arrays: the folder `state` if there is one (T5X's Orbax layout)."""
-    state = storage.join(path, STATE)
-    return state if storage.is_directory(state) else path
+    """The directory with the arrays: an item's folder if there is one (T5X's Orbax layout)."""
+    folders = (storage.join(path, item) for item in ITEMS)
+    return next(filter(storage.is_directory, folders), path)
 
 
 def dataset_state(path: str) -> list[str]:

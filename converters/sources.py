@@ -15,7 +15,7 @@ import numpy as np
 
 from t0repro import storage
 from t0repro.adapters import Adapter
-from t0repro.converters import adapter_files, hf, jax_tree, mtf, released
+from t0repro.converters import adapter_files, hf, jax_tree, mtf, released, t5x_msgpack
 from t0repro.converters.adapter_files import (
     AdapterNote,
     MergedReader,
@@ -168,13 +168,14 @@ def _exact(path: str) -> CheckpointRef | None:
         match = re.search(r"-(\d+)$", prefix)
         return CheckpointRef("mtf", prefix, int(match[1]) if match else None)
     directory = storage.normal(path)
-    if os.path.basename(directory) == jax_tree.STATE:
+    if os.path.basename(directory) in jax_tree.ITEMS:
         directory = os.path.dirname(directory)  # an item inside T5X's Orbax checkpoint
     match = re.fullmatch(r"checkpoint_(\d+)", os.path.basename(directory))
     if match and storage.is_directory(directory):
         ref = jax_tree.jax_ref(directory, int(match[1]))
         if ref is None:
-            raise _not_found("The directory holds no complete checkpoint.", directory)
+            what = "The directory holds no complete checkpoint."
+            raise _not_found(what + _describe_list_missing(directory), directory)
         return ref
     # A renamed checkpoint, or one item copied out of it.
     return (
@@ -206,7 +207,18 @@ def _describe_partial(path: str) -> str:
         if re.match(r"model\.ckpt-\d+(_temp|\.data-|\.tempstate)", name)
         or re.match(r"\.?checkpoint_\d+\.(tmp|orbax-checkpoint-tmp)", name)
     ]
-    return f" {partial[0]} is being written, or its writing was interrupted." if partial else ""
+    if partial:
+        return f" {partial[0]} is being written, or its writing was interrupted."
+    complete = (storage.join(path, each) for each in names if re.fullmatch(r"checkpoint_\d+", each))
+    return next(filter(None, map(_describe_list_missing, complete)), "")
+
+
+def _describe_list_missing(checkpoint: str) -> str:
+    """A sentence about a T5X checkpoint of which only the arrays were copied, or ""."""
+    if not any(name.startswith("target.") for name in storage.list_names(checkpoint)):
+        return ""
+    name = storage.base_name(checkpoint)
+    return f" {name} has arrays, but not the file that lists them: {t5x_msgpack.FILE}."
 
 
 def _describe_below(path: str) -> str:
@@ -217,11 +229,7 @@ def _describe_below(path: str) -> str:
     parents = [path, os.path.join(path, "snapshots")]
     entries = [each for parent in parents if os.path.isdir(parent) for each in os.scandir(parent)]
     folders = sorted(each.path for each in entries if each.is_dir())[:100]
-    found = [
-        each
-        for each in folders
-        if list_checkpoints(each) or hf.hf_ref(each) or adapter_files.peft_ref(each)
-    ]
+    found = [each for each in folders if list_checkpoints(each) or _exact(each)]
     return f" There are some in {some(found, 3)}." if found else ""
 
 
@@ -268,7 +276,8 @@ _OTHER_LAYOUTS = (
     (
         r"target\..+",
         "is an array of T5X's, but the directory is not named checkpoint_<step>",
-        "Rename the directory to checkpoint_ and its step.",
+        "Rename the directory to checkpoint_ and its step, unless it is named .tmp-: T5X did not"
+        " finish such a checkpoint.",
     ),
     (
         r"(?!adapter_model|optimizer_slots).+\.safetensors",

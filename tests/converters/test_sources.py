@@ -7,7 +7,12 @@ import pytest
 
 from t0repro.converters import mtf
 from t0repro.converters.convert import convert
-from t0repro.converters.sources import find_checkpoint, list_checkpoints, load_any
+from t0repro.converters.sources import (
+    find_checkpoint,
+    list_checkpoints,
+    load_any,
+    open_checkpoint,
+)
 from t0repro.errors import UserError
 from t0repro.parameters import naming
 
@@ -158,6 +163,24 @@ def test_other_layouts_are_named_with_the_way_out(tmp_path, name, words):
     (tmp_path / "optimizer.pt").touch()
     with pytest.raises(UserError, match=words):
         find_checkpoint(tmp_path)
+
+
+def test_the_folders_of_orbax_s_checkpoint_manager_are_read(mixed, tmp_path):
+    """It names folders by the step alone, and the item in them "default"."""
+    source = find_checkpoint(mixed, source="jax")
+    shutil.copytree(source.path, tmp_path / "run" / "12" / "default")
+    for path in ("12", "12/default"):
+        ref = find_checkpoint(tmp_path / "run" / path)
+        assert open_checkpoint(ref).tensors == open_checkpoint(source).tensors
+    with pytest.raises(UserError, match=f"There are some in {tmp_path}/run/12\\."):
+        find_checkpoint(tmp_path / "run")
+
+
+@pytest.mark.parametrize("path", ["", "checkpoint_3"])
+def test_t5x_s_arrays_without_the_file_that_lists_them_are_told(tmp_path, path):
+    (tmp_path / "checkpoint_3" / "target.encoder.encoder_norm.scale").mkdir(parents=True)
+    with pytest.raises(UserError, match="not the file that lists them: checkpoint"):
+        find_checkpoint(tmp_path / path)
 
 
 def test_an_empty_directory_and_a_wrong_path_are_told_with_what_to_give(tmp_path):

@@ -73,6 +73,7 @@ WRITTEN_BY_OTHERS = {
     "Lightning": prefixed("model."),
     "PEFT, merged": prefixed("base_model.model."),
     "FSDP": prefixed("_fsdp_wrapped_module."),
+    "Flax's variables": prefixed("params."),
 }
 
 
