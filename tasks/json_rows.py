@@ -20,6 +20,7 @@ from t0repro.words import json_fault
 DEPTH = 100
 """How deeply the lists and objects of a row may be nested."""
 _LINES = (".jsonl", ".jsonl.gz")
+_GZIP = b"\x1f\x8b"
 _HEAD = 4096  # bytes in which a file's first row begins
 _TOO_DEEP = f"its lists and objects are nested more than {DEPTH} deep"
 
@@ -56,8 +57,10 @@ def place_json(path: Path, index: int) -> str:
 @contextlib.contextmanager
 def _open(path: Path) -> Iterator[io.BufferedIOBase]:
     try:
-        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
-            yield file
+        with open(path, "rb") as file:
+            # Some programs pack a file and leave the ending out.
+            packed = path.suffix == ".gz" or file.peek(2).startswith(_GZIP)
+            yield gzip.GzipFile(fileobj=file) if packed else file
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UserError(
             f"The file cannot be unpacked: {error}", where=str(path), fix="Get it again."
@@ -112,9 +115,10 @@ def _read_list_once(path: Path, modified: int, size: int) -> list[dict[str, Any]
     del modified, size  # part of the key alone
     try:
         with _open(path) as file:
-            rows = json.loads(file.read().decode("utf-8-sig"))
+            content = file.read()
+        rows = _DECODER.decode(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        reason = _TOO_DEEP if isinstance(error, RecursionError) else json_fault(error)
+        reason = _TOO_DEEP if isinstance(error, RecursionError) else _fault(content, error)
         raise UserError(
             f"The file is not a list of rows in JSON: {reason}.",
             where=str(path),
@@ -129,9 +133,9 @@ def _read_list_once(path: Path, modified: int, size: int) -> list[dict[str, Any]
 
 def _parse(line: bytes, path: Path, place: str) -> dict[str, Any]:
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = _DECODER.decode(line.decode("utf-8"))
     except ValueError as error:  # includes UnicodeError
-        raise _broken_row(path, place, json_fault(error)) from error
+        raise _broken_row(path, place, _fault(line, error)) from error
     except RecursionError as error:
         raise _broken_row(path, place, _TOO_DEEP) from error
     if b"\\ud" in line or b"\\uD" in line:
@@ -140,6 +144,25 @@ def _parse(line: bytes, path: Path, place: str) -> dict[str, Any]:
     if line.count(b"[") + line.count(b"{") > DEPTH or not isinstance(row, dict):
         _check_row(row, path, place)
     return row
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; json would keep the last value of a key that is given twice."""
+    row = dict(pairs)
+    if len(row) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"{twice!r} is given twice")
+    return row
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_distinct)
+
+
+def _fault(content: bytes, error: ValueError) -> str:
+    if b"\0" in content[:_HEAD]:
+        return "the file is UTF-16; save it as UTF-8"
+    return json_fault(error)
 
 
 def _check_row(row: Any, path: Path, place: str) -> None:

@@ -70,7 +70,7 @@ def import_results(results: str | os.PathLike[str], folder: Path) -> tuple[Path,
     from t0repro.evaluation.evaluation_facts import EVALUATION_FACTS
 
     path = _latest(Path(results))
-    found = _json(path.read_text(encoding="utf-8"), str(path))
+    found = _json(path.read_text(encoding="utf-8-sig"), str(path))
     date = path.stem.removeprefix("results_")
     configs = found.get("configs", {})
     ranked, left_out = [], {}
@@ -369,7 +369,7 @@ def _atomic_file(path: Path) -> Iterator[LineFile]:
 
 
 def _lines(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
-    with open(path, encoding="utf-8", newline="\n") as file:
+    with open(path, encoding="utf-8-sig", newline="\n") as file:
         for number, line in enumerate(file, start=1):
             where = f"{path}:{number}"
             yield _json(line, where), where

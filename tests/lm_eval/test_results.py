@@ -237,6 +237,13 @@ def test_results_of_two_models_are_told_apart_and_none_is_said(results, tmp_path
         import_results(next(results.glob("results_*.json")), tmp_path / "out")
 
 
+def test_a_byte_order_mark_is_no_part_of_results_and_samples(tmp_path):
+    results = write_results(tmp_path / "results", {"plain": PLAIN})
+    for path in results.iterdir():
+        path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert not import_results(results, tmp_path / "out")[1]
+
+
 def test_a_count_of_samples_may_be_a_number(tmp_path):
     results = write_results(tmp_path / "results", {"plain": PLAIN})
     path = results / "results_2026.json"

@@ -169,6 +169,38 @@ def test_a_byte_order_mark_and_carriage_returns_are_no_part_of_rows(tmp_path):
     assert list(rows.read_rows(path)) == ROWS
 
 
+@pytest.mark.parametrize("name", ["train.jsonl", "train.json"])
+def test_a_packed_file_without_the_ending_is_read(tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes(gzip.compress("\n".join(map(json.dumps, ROWS)).encode()))
+    assert list(rows.read_rows(path)) == ROWS
+    assert rows.number_of_rows(path) == len(ROWS)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le"])
+@pytest.mark.parametrize("name", ["train.jsonl", "train.json"])
+def test_utf_16_is_named(tmp_path, name, encoding):
+    path = tmp_path / name
+    path.write_bytes("".join(json.dumps(row) + "\n" for row in ROWS).encode(encoding))
+    with pytest.raises(UserError, match="the file is UTF-16"):
+        list(rows.read_rows(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("train.jsonl", '{"text": "a", "label": 0, "label": 1}'),
+        ("train.jsonl", '{"text": {"label": 0, "label": 1}}'),
+        ("train.json", '[{"text": "a", "label": 0, "label": 1}]'),
+    ],
+)
+def test_a_key_that_is_given_twice_is_named(tmp_path, name, content):
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(UserError, match="'label' is given twice"):
+        list(rows.read_rows(path))
+
+
 def test_a_file_that_cannot_be_unpacked_is_named(tmp_path):
     lines, listed = (ending.join([b'{"text": "cut"}'] * 9000) for ending in (b"\n", b",\n"))
     packed = gzip.compress(lines)

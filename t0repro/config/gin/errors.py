@@ -248,6 +248,9 @@ def _place_of_call(text: str, bindings: Bindings | None) -> str | None:
     return "; ".join(dict.fromkeys(called_at[:3])) or None
 
 
+_GINS_OWN = {"constant", "macro", "singleton"}
+
+
 def nearest_parameter(text: str) -> str | None:
     """The fix for a misspelled argument or configurable, with the nearest names; else None."""
     argument = re.search(
@@ -260,7 +263,13 @@ def nearest_parameter(text: str) -> str | None:
     name = re.search(r"No configurable matching (?:reference )?'@?([\w./]+?)(?:\(\))?'", text)
     if name:
         wanted = name.group(1).rpartition(".")[2]
-        return f"Nearest: {nearest_names(wanted, door.short_names(), 3)}. {_FIX}"
+        known = door.short_names()
+        if _GINS_OWN.issuperset(known):
+            return (
+                "It is a part of a configuration and imports nothing: name it after a file that"
+                f" imports {name.group(1).partition('.')[0]!r}, as a model's or a run's does."
+            )
+        return f"Nearest: {nearest_names(wanted, known, 3)}. {_FIX}"
     return None
 
 

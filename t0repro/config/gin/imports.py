@@ -53,15 +53,29 @@ def is_allowed(module: str, allowlist: Allowlist) -> bool:
     return any(module == name or module.startswith(f"{name}.") for name in (*_OWN, *allowlist))
 
 
-def restrict_imports(allowlist: Allowlist) -> None:
+def restrict_imports(allowlist: Allowlist, *, t5x: bool = False) -> None:
     """Makes gin refuse other imports in everything that this process parses from now on.
 
     Args:
       allowlist: Names of modules and packages; None lifts the restriction.
+      t5x: Whether the files are T5X's, which import nothing of Mesh TensorFlow.
     """
-    door.check_imports(
-        lambda statement: check_allowed(statement.module, allowlist, place_of(statement))
-    )
+
+    def check(statement: Any) -> None:
+        place = place_of(statement)
+        if t5x and statement.module.startswith(_MESH):
+            raise UserError(
+                "This gin file is Mesh TensorFlow's, and this command reads T5X's.",
+                where=place,
+                fix="Run it with `t5_mesh_transformer --backend=jax`; with `t0repro explain`, leave"
+                " --run_mode out.",
+            )
+        check_allowed(statement.module, allowlist, place)
+
+    door.check_imports(check)
+
+
+_MESH = ("mesh_tensorflow", "t5.models.mesh_transformer")
 
 
 def check_allowed(module: str, allowlist: Allowlist, place: str) -> None:

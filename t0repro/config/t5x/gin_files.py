@@ -148,7 +148,7 @@ def _files_in_gin(inputs: T5xInputs) -> Iterator[tuple[Bindings, modules.Imports
         configuration_errors(bindings, t5x=True),
     ):
         # Check module imports while parsing, because that is when gin runs them.
-        restrict_imports(inputs.import_allowlist)
+        restrict_imports(inputs.import_allowlist, t5x=True)
         statements = list(inputs.gin_files), list(inputs.gin_bindings)
         try:
             gin.parse_config_files_and_bindings(*statements, finalize_config=False)

@@ -88,3 +88,14 @@ def test_a_mutated_file_is_a_record_or_an_error_of_what_where_and_fix(tmp_path_f
 @given(text=mutated(TEXT))
 def test_20_000_mutated_files_are_records_or_errors_of_what_where_and_fix(tmp_path_factory, text):
     check_ends_well(text, folder_for_files(tmp_path_factory))
+
+
+def test_a_gin_file_of_mesh_tensorflow_s_is_told_its_command(tmp_path):
+    text = "import mesh_tensorflow.transformer.utils\nutils.run.train_steps = 3\n"
+    with pytest.raises(UserError, match=r"(?s)is Mesh TensorFlow's.*t5_mesh_transformer"):
+        parse(text, tmp_path)
+
+
+def test_a_part_of_a_configuration_is_to_follow_a_file_that_imports(tmp_path):
+    with pytest.raises(UserError, match="after a file that imports 'network'"):
+        parse("network.T5Config.num_heads = 4\n", tmp_path)
