@@ -335,6 +335,10 @@ _BELOW = "base_model.model."
 _MODULE = re.compile(
     rf"{re.escape(_BELOW)}(?P<module>.+)\.(?P<part>lora_A\.weight|lora_B\.weight|ia3_l)"
 )
+# PEFT saves no adapter's name; a state_dict that a program saved itself has `default`, the first
+# adapter's, and may begin below PEFT's modules or above them.
+_OTHERS_BEGIN = re.compile(rf"(?:module\.)?(?:{re.escape(_BELOW)})?")
+_ADAPTER_NAME = re.compile(r"\.default(?=\.weight$|$)")
 _LORA_PARTS = {LORA_A: "lora_A.weight", LORA_B: "lora_B.weight"}
 
 
@@ -377,10 +381,11 @@ class _PeftReader(AdapterCheckpoint):
             )
         # PEFT has no step: it is 0 unless a conversion noted one in the file.
         self._step = int(step)
-        self._names = {self._tree_path(name): name for name in self._file.tensors}
+        self._stored = self._by_peft_name()
+        self._names = {self._tree_path(name): name for name in self._stored}
         tensors = {}
         for path, name in self._names.items():
-            shape = self._file.tensors[name].shape
+            shape = self._file.tensors[self._stored[name]].shape
             # torch keeps a kernel as [out, in], and PEFT a vector of (IA)3 as a matrix.
             shape = (math.prod(shape),) if name.endswith("ia3_l") else shape[::-1]
             tensors[naming.PARAMETERS + path] = TensorInfo(shape, np.dtype(np.float32))
@@ -404,19 +409,19 @@ class _PeftReader(AdapterCheckpoint):
         name = self._names[key.removeprefix(naming.PARAMETERS)]
         # A float64 beyond float32 becomes infinite, which `read` refuses.
         with np.errstate(over="ignore"):
-            array = self._file.read(name).astype(np.float32)
+            array = self._file.read(self._stored[name]).astype(np.float32)
         return array.reshape(-1) if name.endswith("ia3_l") else transpose(array)
 
     def _check_complete(self, shape: ModelShape) -> None:
         """Raises a UserError unless the file has the tensors of a model that PEFT would adapt."""
         parts = ["ia3_l"] if self._config.kind == "ia3" else list(_LORA_PARTS.values())
-        matches = (_MODULE.fullmatch(name) for name in self._file.tensors)
+        matches = (_MODULE.fullmatch(name) for name in self._stored)
         chosen = self._config.chosen(
             [_module(path) for path in kernels(shape)],
             {match["module"] for match in matches if match},
         )
         wanted = {f"{_BELOW}{module}.{part}" for module in chosen for part in parts}
-        if missing := sorted(wanted - self._file.tensors.keys()):
+        if missing := sorted(wanted - self._stored.keys()):
             raise UserError(
                 f"{counted(len(missing), 'tensor')} of the adapter"
                 f" {'is' if len(missing) == 1 else 'are'} missing: {some(missing)}.",
@@ -424,7 +429,7 @@ class _PeftReader(AdapterCheckpoint):
                 fix=f"Copy the whole folder again. Which modules have an adapter is in"
                 f" {PEFT_CONFIG}: target_modules and the fields like it.",
             )
-        if extra := sorted(self._file.tensors.keys() - wanted):
+        if extra := sorted(self._stored.keys() - wanted):
             raise UserError(
                 f"PEFT would not use {some(extra)}: target_modules and the fields like it do not"
                 " choose this part of the model.",
@@ -433,13 +438,28 @@ class _PeftReader(AdapterCheckpoint):
                 " on.",
             )
 
+    def _by_peft_name(self) -> dict[str, str]:
+        """PEFT's name of each tensor -> its name in the file."""
+        names: dict[str, str] = {}
+        for stored in self._file.tensors:
+            below = _OTHERS_BEGIN.sub("", stored, count=1)
+            name = _BELOW + _ADAPTER_NAME.sub("", below)
+            if name in names:
+                raise UserError(
+                    f"There are two tensors {name}: {names[name]} and {stored}.",
+                    where=self._path,
+                    fix="Save the adapter again with PEFT's save_pretrained.",
+                )
+            names[name] = stored
+        return names
+
     def _tree_path(self, name: str) -> str:
         """A tensor's path in T5X's tree.
 
         Raises:
           UserError: If it is not a tensor of a kernel's adapter.
         """
-        info = self._file.tensors[name]
+        info = self._file.tensors[self._stored[name]]
         match = _MODULE.fullmatch(name)
         row = match and naming.find_row(f"{match['module']}.weight", "hf")
         if not match or not row or row[1] is None or not row[0].t5x.endswith("/kernel"):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from t0repro.adapters import ia3, lora
 from t0repro.converters import sources
@@ -186,6 +187,34 @@ def test_a_golden_comes_back_as_peft_wrote_it(golden, tmp_path):
             assert Path(value).resolve() == Path(then).resolve()
         else:
             assert value == (sorted(then) if isinstance(then, list) else then), field
+
+
+def rename(folder: Path, name_of) -> None:
+    """Writes the tensors under other names."""
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({each: a for name, a in tensors.items() for each in name_of(name)}, file)
+
+
+@pytest.mark.parametrize(
+    "name_of",
+    [
+        lambda name: [name.removeprefix("base_model.model.")],
+        lambda name: [name.replace(".weight", ".default.weight")],
+        lambda name: [f"module.{name}"],
+    ],
+    ids=["without PEFT's modules", "with the adapter's name", "DataParallel"],
+)
+def test_names_of_a_state_dict_that_a_program_saved_itself_are_read(lora_folder, name_of):
+    expected = our_logits(lora_folder)
+    rename(lora_folder, name_of)
+    np.testing.assert_array_equal(our_logits(lora_folder), expected)
+
+
+def test_two_tensors_of_one_name_are_refused(lora_folder):
+    rename(lora_folder, lambda name: [name, f"module.{name}"])
+    with pytest.raises(UserError, match="There are two tensors"):
+        sources.open_any(lora_folder)
 
 
 # ---- Refusals ------------------------------------------------------------------------------------
