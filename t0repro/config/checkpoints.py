@@ -111,6 +111,11 @@ class RestoreConfig:
     ] = None
     adapter: Annotated[str | None, Mtf("t0repro.jax_training.init_adapter")] = None
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The path, or all of several."""
+        return (self.path,) if isinstance(self.path, str) else self.path
+
 
 @arguments(mtf="utils.get_checkpoint_iterator")
 @dataclasses.dataclass(frozen=True)

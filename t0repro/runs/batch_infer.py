@@ -78,7 +78,6 @@ def infer(plan: InferRun, describe: Callable[[], None] = lambda: None) -> list[P
     # A complete output stays complete when its checkpoint is gone, removed by a run's retention
     # say.
     ref = _chosen(plan) if is_there(plan.restore) else None
-    files = []
     tasks = tasks_with_split(name, plan.data.split)
     for task in tasks:
         # Tasks that give the model's features need not have it.
@@ -102,7 +101,6 @@ def infer(plan: InferRun, describe: Callable[[], None] = lambda: None) -> list[P
     if plan.shard_id == 0:  # the shards share a folder
         describe()
     for job in jobs:
-        files.append(job.output)
         if job not in unfinished:
             print(f"{job.output}: already complete", file=sys.stderr)
             continue
@@ -111,7 +109,7 @@ def infer(plan: InferRun, describe: Callable[[], None] = lambda: None) -> list[P
             assert ref is not None
             checkpoint = opened(plan, ref)
         job.run(checkpoint)
-    return files
+    return [job.output for job in jobs]
 
 
 def _chosen(plan: InferRun) -> CheckpointRef:
@@ -399,6 +397,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return value
-
-
-# Source: t5x.infer.create_task_from_tfexample_file.

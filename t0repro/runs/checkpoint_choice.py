@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from t0repro.config.configuration import Configuration
-from t0repro.config.run import CheckpointRun
+from t0repro.config.run import CheckpointRun, InferenceRun
 from t0repro.converters import sources
 from t0repro.converters.model_files import open_configured
 from t0repro.errors import UserError
@@ -99,26 +99,57 @@ def _present(config: CheckpointRun) -> list[Any]:
 
 
 def _coming(config: CheckpointRun) -> Iterator[Any]:
-    """Polls for new checkpoints and yields each, until stop_after."""
-    choice, last, waiting = config.checkpoint_choice, None, Waiting()
-    while True:
-        found = [ref for ref in checkpoints_in(config.model_dir) if ref.step is not None]
-        # The list ascends by step, so the last is the latest.
-        latest = found[-1] if found else None
-        if latest is None or latest == last:
-            awaited = f"waiting for a new checkpoint in {config.model_dir}"
-            waiting.report(awaited, describe_run(config.model_dir))
-            time.sleep(SECONDS_BETWEEN_POLLS)
+    """Waits for new checkpoints and yields each, until stop_after."""
+    choice = config.checkpoint_choice
+    for ref in new_checkpoints(config.model_dir, SECONDS_BETWEEN_POLLS):
+        # Skipped silently; it does not count as new again.
+        if ref.step <= choice.skip_until:
             continue
-        last, waiting = latest, Waiting()
-        assert latest.step is not None
-        # Skip it silently but remember it, so that it does not count as new again.
-        if latest.step <= choice.skip_until:
-            continue
-        if choice.stop_after is None or latest.step <= choice.stop_after:
-            yield latest
-        if choice.stop_after is not None and latest.step >= choice.stop_after:
+        if choice.stop_after is None or ref.step <= choice.stop_after:
+            yield ref
+        if choice.stop_after is not None and ref.step >= choice.stop_after:
             return
+
+
+def new_checkpoints(folder: str, seconds: float, *, skips: bool = True) -> Iterator[Any]:
+    """Yields checkpoints as they appear in a folder, forever, each once, from the existing ones on.
+
+    Args:
+      folder: The folder, which need not exist yet.
+      seconds: The polling interval.
+      skips: Whether to leave out a checkpoint that has a successor when its turn comes.
+    """
+    seen: set[str] = set()
+    waiting = Waiting()
+    while True:
+        present = [ref for ref in checkpoints_in(folder) if ref.path not in seen]
+        if skips:
+            seen.update(ref.path for ref in present[:-1])
+            present = present[-1:]
+        for ref in present[:1]:  # one at a time: the folder may change meanwhile
+            seen.add(ref.path)
+            yield ref
+            waiting = Waiting()
+        if not present:
+            waiting.report(f"waiting for a new checkpoint in {folder}", describe_run(folder))
+            time.sleep(seconds)
+
+
+def model_on_devices(run: CheckpointRun | InferenceRun, where: str | None) -> tuple[T5, Any]:
+    """A run's model and its parameters' shapes on the devices; prints these if there are several.
+
+    Shapes alone decide whether a checkpoint fits; nothing is initialized.
+
+    Args:
+      run: The run.
+      where: Where its layout was set, for messages.
+    """
+    model = T5(run.model, run.dtypes)
+    partitioning = choose(run.layout, run.model, where=where)
+    if jax.device_count() > 1:
+        print(describe_devices(partitioning, run.layout), file=sys.stderr)
+    shapes = evaluation_shapes(model, parameter_shapes(model))
+    return model, partitioning.shapes_on_devices(shapes)
 
 
 def loaded(
@@ -131,13 +162,7 @@ def loaded(
     """
     config = configuration.run
     configuration.record_command()
-    model = T5(config.model, config.dtypes)
-    # Shapes alone decide whether a checkpoint fits; nothing is initialized.
-    shapes = parameter_shapes(model)
-    partitioning = choose(config.layout, config.model, where=config.provenance.get("layout"))
-    shapes = partitioning.shapes_on_devices(evaluation_shapes(model, shapes))
-    if jax.device_count() > 1:
-        print(describe_devices(partitioning, config.layout), file=sys.stderr)
+    model, shapes = model_on_devices(config, config.provenance.get("layout"))
     for checkpoint in checkpoints:
         tree = open_configured(checkpoint, config.model, slots=False)
         yield load_on_devices(tree, shapes, model, str(checkpoint.path))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -55,9 +54,7 @@ def evaluate(configuration: Configuration[MeshEvalRun]) -> None:
         print_results(evaluated, checkpoint.step, evaluation_folder(config))
 
 
-def _with_own_output(
-    configuration: Configuration[MeshEvalRun],
-) -> Configuration[MeshEvalRun]:
+def _with_own_output(configuration: Configuration[MeshEvalRun]) -> Configuration[MeshEvalRun]:
     """With several processes, keeps only the first one's results."""
     if is_first():
         return configuration
@@ -88,9 +85,7 @@ def _evaluate(
     """Evaluates all tasks at one checkpoint; returns the metrics of each."""
     config = configuration.run
     assert config.eval_data is not None
-    scores = functools.partial(_scores, note_rounding=note_rounding)
-    output_of = scores if config.mode == "score_eval" else _texts
-    saves_scores = config.mode == "score_eval" and config.scores_filename is not None
+    ranks = config.mode == "score_eval"
     evaluated: dict[str, Mapping[str, float]] = {}
     writer = event_writer(evaluation_folder(config))
     # No start_step: it would drop the training run's lines in the same file.
@@ -98,10 +93,15 @@ def _evaluate(
     lengths = buffers.lengths
     with (
         TaskWriter(config, checkpoint, buffers.judges) as tasks,
-        ScoreFiles(configuration) if saves_scores else contextlib.nullcontext() as files,
+        ScoreFiles(configuration)
+        if ranks and config.scores_filename is not None
+        else contextlib.nullcontext() as files,
     ):
         for chunks in buffers:
-            outputs = output_of(configuration, checkpoint, chunks, lengths)
+            if ranks:
+                outputs = scored(checkpoint, chunks, lengths, note_rounding)
+            else:
+                outputs = _texts(configuration, checkpoint, chunks, lengths["inputs"])
             for result in tasks.add(chunks, outputs):
                 split = config.eval_data.split
                 metrics.write(split, result.step, result.metrics, task=result.task)
@@ -116,24 +116,13 @@ def _evaluate(
     return evaluated
 
 
-def _scores(
-    configuration: Configuration[MeshEvalRun],
-    checkpoint: Checkpoint,
-    chunks: Sequence[Chunk],
-    lengths: Mapping[str, int],
-    note_rounding: Callable[[str], object],
-) -> list[Outputs]:
-    del configuration  # its batch_size changes no score
-    return scored(checkpoint, chunks, lengths, note_rounding)
-
-
 def _texts(
     configuration: Configuration[MeshEvalRun],
     checkpoint: Checkpoint,
     chunks: Sequence[Chunk],
-    lengths: Mapping[str, int],
+    inputs_length: int,
 ) -> list[Outputs]:
     inputs = [example["inputs"] for chunk in chunks for example in chunk.examples]
     started = time.monotonic()
-    texts = generated_texts(configuration, checkpoint, inputs, lengths["inputs"])
+    texts = generated_texts(configuration, checkpoint, inputs, inputs_length)
     return generated(chunks, texts, time.monotonic() - started)

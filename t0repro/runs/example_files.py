@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import glob
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from t0repro.config.run import InferRun
 from t0repro.errors import UserError
@@ -16,80 +16,50 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 
-def register_files(plan: InferRun) -> None:
-    """Registers the task that reads the plan's files."""
-    import seqio
-
-    from t0repro.data.vocabulary_checks import seqio_vocabulary
-
-    assert plan.files is not None
-    _add_example_files(
-        plan.files.name,
-        plan.files.kind,
-        plan.files.paths,
-        inputs_key=plan.files.inputs_key,
-        targets_key=plan.files.targets_key,
-        features={
-            name: seqio.Feature(seqio_vocabulary(vocabulary), add_eos=add_eos)
-            for name, (vocabulary, add_eos) in plan.files.features.items()
-        },
-    )
-
-
 _SPLIT = "infer"
 
 
-def _add_example_files(
-    name: str,
-    kind: Literal["tfrecord", "jsonl"],
-    paths: Sequence[str],
-    *,
-    inputs_key: str,
-    targets_key: str | None,
-    features: Mapping[str, Any],
-) -> None:
-    """Registers a task whose split "infer" has the files' examples; only once per name.
-
-    Args:
-      name: The task's name.
-      kind: "tfrecord" for tf.train.Examples, "jsonl" for a JSON object on each line.
-      paths: Files, or patterns of files.
-      inputs_key: The feature or field with the text of the inputs.
-      targets_key: The feature or field with the text of the targets; None makes them empty.
-      features: seqio.Features `inputs` and `targets`.
+def register_files(plan: InferRun) -> None:
+    """Registers a task whose split "infer" has the examples of the plan's files; once per name.
 
     Raises:
       UserError: If there is no such file.
+
+    Source: t5x.infer.create_task_from_tfexample_file.
     """
     import seqio
     import tensorflow as tf
 
-    found = sorted({path for pattern in paths for path in glob.glob(pattern)})
+    from t0repro.data.vocabulary_checks import seqio_vocabulary
+
+    files = plan.files
+    assert files is not None
+    found = sorted({path for pattern in files.paths for path in glob.glob(pattern)})
     if not found:
-        raise UserError("The files of examples are not there.", where=", ".join(paths))
+        raise UserError("The files of examples are not there.", where=", ".join(files.paths))
     # SeqIO refuses a name twice, and a run repeated in one process gets here again.
-    if name in seqio.TaskRegistry.names():
+    if files.name in seqio.TaskRegistry.names():
         return
-    keys = [key for key in (inputs_key, targets_key) if key]
-    if kind == "tfrecord":
+    keys = [key for key in (files.inputs_key, files.targets_key) if key]
+    if files.kind == "tfrecord":
         texts = {key: tf.io.FixedLenFeature([], tf.string) for key in keys}
         source: Any = seqio.TFExampleDataSource({_SPLIT: found}, texts)
     else:
-        source = seqio.FunctionDataSource(
-            functools.partial(_rows_of_files, found, keys), splits=(_SPLIT,)
-        )
+        rows = functools.partial(_rows_of_files, found, keys)
+        source = seqio.FunctionDataSource(rows, splits=(_SPLIT,))
+    # SeqIO sets a feature whose key is None to empty text.
+    key_map = {"inputs": files.inputs_key, "targets": files.targets_key}
     seqio.TaskRegistry.add(
-        name,
+        files.name,
         source,
         preprocessors=[
-            functools.partial(
-                # SeqIO sets a feature whose key is None to empty text.
-                seqio.preprocessors.rekey,
-                key_map={"inputs": inputs_key, "targets": targets_key},
-            ),
+            functools.partial(seqio.preprocessors.rekey, key_map=key_map),
             seqio.preprocessors.tokenize_and_append_eos,
         ],
-        output_features=features,
+        output_features={
+            name: seqio.Feature(seqio_vocabulary(vocabulary), add_eos=add_eos)
+            for name, (vocabulary, add_eos) in files.features.items()
+        },
     )
 
 

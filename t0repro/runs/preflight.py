@@ -134,11 +134,15 @@ def check_training(
         "infer_eval": plan.infer_eval_data,
     }
     listed = [
+        Check("batch", Cost.NAMES, lambda: _batch(config)),
+        Check("schedule", Cost.NAMES, lambda: _schedule(config)),
+    ]
+    listed += [
         Check(name, Cost.TASKS, functools.partial(_data, data, config.model, vocabularies, name))
         for name, data in datasets.items()
         if isinstance(data, SeqioDataConfig)
     ]
-    listed.extend(_choices(config))
+    listed += _choices(config)
     if not starts:
         listed.append(
             Check("model_dir", Cost.INDEX, lambda: check_own_checkpoints(config, allow_changed))
@@ -147,8 +151,6 @@ def check_training(
         listed.append(
             Check("restore", Cost.INDEX, lambda: check_restored(restore, config, vocabularies))
         )
-    listed.insert(0, Check("batch", Cost.NAMES, lambda: _batch(config)))
-    listed.insert(1, Check("schedule", Cost.NAMES, lambda: _schedule(config)))
     run_checks(listed, _named(report))
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import flax.traverse_util
@@ -21,13 +19,9 @@ from t0repro.converters.tensors import CheckpointRef, cast_parameters
 from t0repro.converters.witnesses import INTEGRITY
 from t0repro.errors import UserError
 from t0repro.evaluation.opened import Checkpoint, load_on_devices
-from t0repro.model.t5 import T5, evaluation_shapes, parameter_shapes
 from t0repro.parameters import naming
-from t0repro.partitioning.devices import choose, describe_devices
 from t0repro.partitioning.processes import broadcast_from_first
-from t0repro.progress import Waiting
-from t0repro.runs.checkpoint_choice import checkpoints_in
-from t0repro.training.run_state import describe_run
+from t0repro.runs.checkpoint_choice import checkpoints_in, model_on_devices, new_checkpoints
 from t0repro.words import without_passwords
 
 POLL_SECONDS = 5.0
@@ -40,7 +34,7 @@ def chosen(restore: RestoreConfig) -> list[CheckpointRef]:
       UserError: If a path has no checkpoint, or the adapter's path no adapter.
     """
     refs: list[CheckpointRef] = []
-    for path in _paths(restore):
+    for path in restore.paths:
         if restore.mode == "all":
             present = checkpoints_in(path)
             if not present:
@@ -64,17 +58,13 @@ def is_there(restore: RestoreConfig) -> bool:
 
     def found() -> bool:
         try:
-            paths = [*_paths(restore), *([restore.adapter] if restore.adapter else [])]
+            paths = [*restore.paths, *([restore.adapter] if restore.adapter else [])]
             return all(sources.find_checkpoint(path) for path in paths)
         except UserError:
             return False
 
     # Only the first process checks; the others receive its answer.
     return broadcast_from_first(found)
-
-
-def _paths(restore: RestoreConfig) -> Sequence[str]:
-    return [restore.path] if isinstance(restore.path, str) else restore.path
 
 
 def coming(
@@ -108,23 +98,10 @@ def coming(
             where="utils.RestoreCheckpointConfig.mode",
             fix="Bind 'latest' or 'all' and the path of their folder, or leave --watch out.",
         )
-    seen: set[str] = set()
-    waiting = Waiting()
-    while True:
-        present = [ref for ref in checkpoints_in(restore.path) if ref.path not in seen]
-        if restore.mode == "latest":
-            seen.update(ref.path for ref in present[:-1])
-            present = present[-1:]
-        for ref in present[:1]:  # one at a time: the folder may change meanwhile
-            seen.add(ref.path)
-            yield ref
-            waiting = Waiting()
-            if until is not None and (ref.step or 0) >= until:
-                return
-        if not present:
-            awaited = f"waiting for a new checkpoint in {restore.path}"
-            waiting.report(awaited, describe_run(restore.path))
-            time.sleep(seconds)
+    for ref in new_checkpoints(restore.path, seconds, skips=restore.mode == "latest"):
+        yield ref
+        if until is not None and (ref.step or 0) >= until:
+            return
 
 
 def own_path(ref: CheckpointRef) -> str:
@@ -170,18 +147,12 @@ def opened(plan: InferenceRun, ref: CheckpointRef) -> Checkpoint:
       UserError: If a parameter is missing or has another shape than the model's, or the model is
         not configured as the checkpoint's config.json says.
     """
-    model = T5(plan.model, plan.dtypes)
-    # Shapes alone: nothing is initialized.
-    shapes = parameter_shapes(model)
-    partitioning = choose(plan.layout, plan.model, where="partitioning.PjitPartitioner")
-    if partitioning.mesh.size > 1:
-        print(describe_devices(partitioning, plan.layout), file=sys.stderr)
-    held = partitioning.shapes_on_devices(evaluation_shapes(model, shapes))
+    model, shapes = model_on_devices(plan, "partitioning.PjitPartitioner")
     tree = _tree(plan, ref, shapes)
     if plan.restore.dtype not in (None, "float32"):
         # Still stored in the model's own dtype, with values rounded to this one.
         tree = cast_parameters(tree, plan.restore.dtype)
-    return load_on_devices(tree, held, model, str(ref.path))
+    return load_on_devices(tree, shapes, model, str(ref.path))
 
 
 def generating_model(plan: InferenceRun, network: Any) -> Any:

@@ -69,10 +69,7 @@ def verify(
     Raises:
       UserError: if there is no report or no evaluation, or the evaluation recorded too little.
     """
-    report = load_report(path)
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    eval_dir, step = find_evaluation(path)
-    step = report.provenance.step if step is None else step
+    report, folder, eval_dir, step = _read(path)
     records = {
         name: record
         for name, record in read_records(eval_dir, step).items()
@@ -107,6 +104,14 @@ def verify(
         yield from recompute_cells(opened, eval_dir, records[task], cells, exact)
 
 
+def _read(path: str | os.PathLike[str]) -> tuple[Report, Path, Path, int]:
+    """A report, its folder, and its evaluation's folder and step."""
+    report = load_report(path)
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    eval_dir, step = find_evaluation(path)
+    return report, folder, eval_dir, report.provenance.step if step is None else step
+
+
 # Fields that are compared with what the evaluation's own record says, and with nothing else.
 _RECORDED_ALONE = (
     "provenance.checkpoint", "provenance.device", "provenance.duration_seconds",
@@ -118,10 +123,7 @@ _SHOWN_FILES = 20
 
 def not_verified(path: str | os.PathLike[str]) -> list[str]:
     """What `verify` does not check, a sentence for each kind: fields and files, by name."""
-    report = load_report(path)
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    eval_dir, step = find_evaluation(path)
-    step = report.provenance.step if step is None else step
+    _, folder, eval_dir, step = _read(path)
     found = [
         f"report.json: {', '.join(TAKEN_AS_THEY_ARE)}.",
         f"Compared with provenance.json only: {', '.join(_RECORDED_ALONE)}.",

@@ -7,7 +7,6 @@ import math
 from typing import Any
 
 from t0repro.cloud.vertex.command_line import Arguments, JobMode
-from t0repro.config.checkpoints import RestoreConfig
 from t0repro.config.model import ModelConfig
 from t0repro.config.run import Run
 from t0repro.errors import UserError
@@ -94,7 +93,7 @@ def _read_t5x_training(arguments: Arguments) -> JobConfig:
         run=run,
         architecture=_architecture(run.model),
         output=run.model_dir,
-        checkpoints=_paths(run.plan.restore),
+        checkpoints=run.plan.restore.paths if run.plan.restore else (),
         mixture=data and data.mixture_or_task_name,
         split=data and data.split,
     )
@@ -110,7 +109,7 @@ def _read_t5x_inference(arguments: Arguments) -> JobConfig:
         warnings=parsed.warnings,
         architecture=_architecture(plan.model),
         output=plan.output_dir,
-        checkpoints=_paths(plan.restore),
+        checkpoints=plan.restore.paths,
         mixture=plan.data.mixture_or_task_name,
         split=plan.data.split,
     )
@@ -146,12 +145,6 @@ def _read_mesh_transformer(arguments: Arguments) -> JobConfig:
         mixture=configuration.inputs.mixture_or_task_name,
         split=configuration.inputs.split,
     )
-
-
-def _paths(restore: RestoreConfig | None) -> tuple[str, ...]:
-    if restore is None:
-        return ()
-    return (restore.path,) if isinstance(restore.path, str) else restore.path
 
 
 def _architecture(model: ModelConfig) -> str:
