@@ -10,13 +10,7 @@ import typer
 
 from t0repro import storage
 from t0repro.cli.commands import App
-from t0repro.cli.gin_options import (
-    GinFiles,
-    GinImportAllowlist,
-    GinParams,
-    GinSearchPaths,
-    t5x_inputs,
-)
+from t0repro.cli.gin_options import GinOptions
 from t0repro.cli.groups import with_groups
 from t0repro.cli.options import AsJson, SkipMissing
 from t0repro.cli.paths import source
@@ -39,6 +33,7 @@ app = App("aux", invoke_without_command=True)
 def aux(
     context: typer.Context,
     jobs: AuxiliaryOptions,
+    gin: GinOptions,
     model_dir: Annotated[
         str | None,
         typer.Option(
@@ -47,10 +42,6 @@ def aux(
             rich_help_panel="Required",  # except with a subcommand
         ),
     ] = None,
-    gin_file: GinFiles = None,
-    gin_param: GinParams = None,
-    gin_search_paths: GinSearchPaths = None,
-    gin_import_allowlist: GinImportAllowlist = None,
     skip_missing: SkipMissing = False,
     once: Annotated[
         bool,
@@ -95,8 +86,8 @@ def aux(
         )
     if skip_missing:
         jobs = hand_on_skip_missing(jobs)
-    gin = t5x_inputs("train", gin_file, gin_param, gin_search_paths, gin_import_allowlist)
-    jobs = check_jobs(jobs, gin)
+    inputs = gin.t5x_inputs("train")
+    jobs = check_jobs(jobs, inputs)
     if not jobs.mixtures:
         raise UserError(
             "There are no jobs: nothing of their mixtures is on this machine.",
@@ -104,7 +95,7 @@ def aux(
             fix="Set T0REPRO_DATA_DIR to the folder of the datasets, or name other mixtures.",
         )
     with heard_by(typer.echo):
-        controller = make_controller(model_dir, jobs, gin)
+        controller = make_controller(model_dir, jobs, inputs)
     echo(f"looking for checkpoints in {model_dir} ...", err=True)
 
     def training_continues() -> bool:

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import re
-from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
 from t0repro import storage
-from t0repro.cli.gin_options import (
-    GinFiles,
-    GinImportAllowlist,
-    GinParams,
-    GinSearchPaths,
-    RunMode,
-    RunModes,
-    SkippedNames,
-    allowlist_of,
-    folders_of,
-    import_t5x,
-    t5x_inputs,
-)
+from t0repro.cli.gin_options import GinOptions, RunMode, RunModes, SkippedNames
 from t0repro.cli.groups import with_groups
 from t0repro.cli.options import AsJson, LogOptions, Modules
 from t0repro.cli.paths import source
@@ -55,8 +43,7 @@ class Dialects(enum.StrEnum):
 def explain(
     logs: LogOptions,
     skipped: SkippedNames,
-    gin_file: GinFiles = None,
-    gin_param: GinParams = None,
+    gin: GinOptions,
     module_import: Modules = None,
     model_dir: Annotated[
         str,
@@ -68,8 +55,6 @@ def explain(
     ] = "",
     as_json: AsJson = False,
     run_mode: RunModes = None,
-    gin_search_paths: GinSearchPaths = None,
-    gin_import_allowlist: GinImportAllowlist = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry_run", help="Only list what the files would import; import nothing."),
@@ -101,10 +86,10 @@ def explain(
       t0repro explain --model_dir runs/a --module_import my_tasks
     """
     del logs  # its options take effect as soon as they are parsed
-    allowlist = allowlist_of(gin_import_allowlist)
-    if model_dir and not gin_file:
-        gin_file, run_mode = _files_of_run(model_dir, run_mode, has_params=bool(gin_param))
-    if not (gin_file or gin_param or run_mode):
+    if model_dir and not gin.gin_file:
+        files, run_mode = _files_of_run(model_dir, run_mode, has_params=bool(gin.gin_param))
+        gin = dataclasses.replace(gin, gin_file=files)
+    if not (gin.gin_file or gin.gin_param or run_mode):
         raise UserError(
             "There is nothing to explain.",
             where="--gin_file",
@@ -112,14 +97,12 @@ def explain(
         )
     if dry_run:
         # The listing must not run anyone's code, so it returns before anything is imported.
-        folders = folders_of(gin_search_paths)
-        _list_imports(run_mode, gin_file or (), gin_param or (), folders, allowlist, as_json)
+        _list_imports(run_mode, gin, as_json=as_json)
         return
     if run_mode:
-        inputs = t5x_inputs(run_mode, gin_file, gin_param, gin_search_paths, gin_import_allowlist)
-        _explain_t5x(inputs, as_json=as_json, dialect=dialect)
+        _explain_t5x(gin.t5x_inputs(run_mode), as_json=as_json, dialect=dialect)
         return
-    if import_t5x(gin_file, gin_search_paths):
+    if gin.import_t5x():
         raise UserError(
             "This gin file is T5X's, and without --run_mode it is read as Mesh TensorFlow's.",
             where="--run_mode",
@@ -130,17 +113,7 @@ def explain(
     from t0repro.cli.mesh_inputs import mesh_inputs
     from t0repro.config.mtf.dialect import load
 
-    config = load(
-        mesh_inputs(
-            gin_file,
-            gin_param,
-            gin_search_paths,
-            module_import,
-            skipped=skipped,
-            allowlist=allowlist,
-            model_dir=model_dir,
-        )
-    ).run
+    config = load(mesh_inputs(gin, module_import, skipped, model_dir)).run
     # Printed as bindings of a dialect, so that they can be pasted into a file.
     if dialect:
         _show_translation(config, dialect)
@@ -202,21 +175,14 @@ def _show_translation(config: Run, dialect: Dialects) -> None:
         echo(f"not expressed: {line}", err=True)
 
 
-def _list_imports(
-    run_mode: str | None,
-    files: Sequence[str],
-    overrides: Sequence[str],
-    folders: Sequence[str],
-    allowlist: Sequence[str] | None,
-    as_json: bool,
-) -> None:
+def _list_imports(run_mode: str | None, gin: GinOptions, *, as_json: bool) -> None:
     """Prints each module that the files would import, the line, and whether it is allowed."""
     if run_mode:
         # This package's files come last, in the order in which a run searches.
-        folders = [*(folders or ["."]), str(shipped_files())]
+        folders = [*(gin.folders or ["."]), str(shipped_files())]
     else:
-        folders = mesh_folders(folders)
-    found = list_imports(files, overrides, folders, allowlist)
+        folders = mesh_folders(gin.folders)
+    found = list_imports(gin.gin_file or (), gin.gin_param or (), folders, gin.allowlist)
     if as_json:
         print_json(found)
     elif found:

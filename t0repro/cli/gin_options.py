@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Sequence
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, ClassVar, Self, TypeVar
 
 import typer
 
@@ -34,24 +34,6 @@ GinParams = Annotated[
         "--gin_bindings",
         rich_help_panel=GIN,
         help="An override, as 'NAME = VALUE'; also written --gin.NAME=VALUE; repeatable.",
-    ),
-]
-GinSearchPaths = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--gin_search_paths",
-        "--gin_location_prefix",
-        callback=source,
-        rich_help_panel=GIN,
-        help="Folders to look for gin files in, separated by commas; repeatable.",
-    ),
-]
-GinImportAllowlist = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--gin_import_allowlist",
-        rich_help_panel=GIN,
-        help="Modules that gin files may import, separated by commas; repeatable. Default: all.",
     ),
 ]
 
@@ -85,6 +67,7 @@ Demo = Annotated[
     bool,
     typer.Option("--demo", help="Take the small model and the tasks of the demo."),
 ]
+DEMO_MODULE = "t0repro.tasks.demo"
 _DEMO_FILES = (
     *("dataset.gin", "demo/t5.1.1.demo.gin"),
     "learning_rate_schedules/constant_0_001.gin",
@@ -100,15 +83,70 @@ _DEMO_PARAMS = (
 )
 
 
-def with_demo(
-    files: Sequence[str] | None, params: Sequence[str] | None, modules: Sequence[str] | None
-) -> tuple[list[str], list[str], list[str]]:
-    """The demo's gin files, overrides and modules, and after them those of the command line."""
-    return (
-        [*_DEMO_FILES, *(files or ())],
-        [*_DEMO_PARAMS, *(params or ())],
-        ["t0repro.tasks.demo", *(modules or ())],
-    )
+@dataclasses.dataclass(frozen=True)
+class GinOptions:
+    """A run's gin files and overrides."""
+
+    HEADING: ClassVar = GIN
+
+    gin_file: GinFiles = None
+    gin_param: GinParams = None
+    gin_search_paths: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--gin_search_paths",
+            "--gin_location_prefix",
+            callback=source,
+            help="Folders to look for gin files in, separated by commas; repeatable.",
+        ),
+    ] = None
+    gin_import_allowlist: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Modules that gin files may import, separated by commas; repeatable. Default: all."
+        ),
+    ] = None
+
+    @property
+    def folders(self) -> list[str]:
+        """Where to look for gin files."""
+        return folders_of(self.gin_search_paths)
+
+    @property
+    def allowlist(self) -> tuple[str, ...] | None:
+        """The modules that gin files may import; None for all."""
+        return allowlist_of(self.gin_import_allowlist)
+
+    def with_demo(self) -> Self:
+        """The demo's gin files and overrides, and after them those of the command line."""
+        files, params = self.gin_file or (), self.gin_param or ()
+        return dataclasses.replace(
+            self, gin_file=[*_DEMO_FILES, *files], gin_param=[*_DEMO_PARAMS, *params]
+        )
+
+    def t5x_inputs(
+        self, run_mode: str, *, first: Sequence[str] = (), last: Sequence[str] = ()
+    ) -> T5xInputs:
+        """The options as T5X's; of two bindings of one name, the later wins.
+
+        Args:
+          run_mode: T5X's name of the run mode.
+          first: bindings before those of the command line.
+          last: bindings after them.
+        """
+        bindings = (*first, *(self.gin_param or ()), *last)
+        folders = tuple(self.folders) or (".",)
+        return T5xInputs(run_mode, tuple(self.gin_file or ()), bindings, folders, self.allowlist)
+
+    def import_t5x(self) -> bool:
+        """Whether a gin file imports T5X or its script, as all of T5X's do."""
+        folders = [*(self.folders or ["."]), str(shipped_files())]
+        try:
+            # Listed and not parsed, because parsing would fail in the wrong dialect.
+            lines = list_imports(self.gin_file or (), (), folders, None)
+        except UserError:  # one of Mesh TensorFlow's is not found there
+            return False
+        return any(line.module.partition(".")[0] in ("t5x", "__main__") for line in lines)
 
 
 def allowlist_of(values: Sequence[str] | None) -> tuple[str, ...] | None:
@@ -126,19 +164,6 @@ def listed(values: Sequence[str] | None) -> list[str]:
 def folders_of(words: Sequence[str] | None) -> list[str]:
     """The folders of an option: flags of t5's and T5X's commands have them all in one word."""
     return [folder for word in words or () for folder in word.split(",") if folder]
-
-
-def t5x_inputs(
-    run_mode: str,
-    files: Sequence[str] | None,
-    bindings: Sequence[str] | None,
-    search_paths: Sequence[str] | None,
-    import_allowlist: Sequence[str] | None,
-) -> T5xInputs:
-    """The options of a command line for T5X's gin files."""
-    folders = tuple(folders_of(search_paths)) or (".",)
-    allowlist = allowlist_of(import_allowlist)
-    return T5xInputs(run_mode, tuple(files or ()), tuple(bindings or ()), folders, allowlist)
 
 
 class RunMode(enum.StrEnum):
@@ -173,24 +198,3 @@ RunModes = Annotated[
         help="Read the gin files as T5X does in this run mode: train, eval, infer or precompile.",
     ),
 ]
-CacheDirs = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--cache_dir",
-        "--seqio_additional_cache_dirs",
-        callback=source,
-        rich_help_panel=GIN,
-        help="Folders of cached tasks, separated by commas; repeatable.",
-    ),
-]
-
-
-def import_t5x(files: Sequence[str] | None, search_paths: Sequence[str] | None) -> bool:
-    """Whether a gin file imports T5X or its script, as all of T5X's do."""
-    folders = [*(folders_of(search_paths) or ["."]), str(shipped_files())]
-    try:
-        # Listed and not parsed, because parsing would fail in the wrong dialect.
-        lines = list_imports(files or (), (), folders, None)
-    except UserError:  # one of Mesh TensorFlow's is not found there
-        return False
-    return any(line.module.partition(".")[0] in ("t5x", "__main__") for line in lines)

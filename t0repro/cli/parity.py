@@ -9,16 +9,7 @@ from typing import Annotated
 
 import typer
 
-from t0repro.cli.gin_options import (
-    Demo,
-    GinFiles,
-    GinImportAllowlist,
-    GinParams,
-    GinSearchPaths,
-    SkippedNames,
-    allowlist_of,
-    with_demo,
-)
+from t0repro.cli.gin_options import DEMO_MODULE, Demo, GinOptions, SkippedNames
 from t0repro.cli.groups import with_groups
 from t0repro.cli.mesh_inputs import mesh_inputs
 from t0repro.cli.options import AsJson, DType, Modules
@@ -72,10 +63,7 @@ _Inject = Annotated[
 def parity(
     out: _Out,
     skipped: SkippedNames,
-    gin_file: GinFiles = None,
-    gin_param: GinParams = None,
-    gin_search_paths: GinSearchPaths = None,
-    gin_import_allowlist: GinImportAllowlist = None,
+    gin: GinOptions,
     module_import: Modules = None,
     steps: _Steps = 20,
     start: _Start = None,
@@ -98,16 +86,8 @@ def parity(
     from t0repro.parity import report, run
 
     if demo:
-        gin_file, gin_param, module_import = with_demo(gin_file, gin_param, module_import)
-    inputs = mesh_inputs(
-        gin_file,
-        gin_param,
-        gin_search_paths,
-        module_import,
-        skipped=skipped,
-        allowlist=allowlist_of(gin_import_allowlist),
-        model_dir=str(out / run.MESH_FOLDER),
-    )
+        gin, module_import = gin.with_demo(), [DEMO_MODULE, *(module_import or ())]
+    inputs = mesh_inputs(gin, module_import, skipped, str(out / run.MESH_FOLDER))
     # A second comparison would delete this one's files.
     with lock_folder(
         out, "a comparison of the stacks", fix="Wait for it to end, or choose another --out."

@@ -11,12 +11,12 @@ from typing import Annotated
 
 import typer
 
-from t0repro.cli.gin_options import Demo, RunMode, RunModes, SkippedNames, import_t5x, with_demo
+from t0repro.cli.gin_options import DEMO_MODULE, Demo, RunMode, RunModes, SkippedNames
 from t0repro.cli.groups import with_groups
 from t0repro.cli.options import AsJson, ProcessOptions
 from t0repro.cli.paths import output
 from t0repro.cli.results import echo
-from t0repro.cli.t5x_options import T5xOptions, gin_inputs, parse_files
+from t0repro.cli.t5x_options import T5xOptions, parse_files
 from t0repro.config.gin.errors import configuration_errors
 from t0repro.config.run import TrainRun
 from t0repro.config.t5x.gin_files import Parsed, T5xInputs
@@ -73,17 +73,13 @@ def precompile(
         --gin.TASK_FEATURE_LENGTHS="{'inputs': 512, 'targets': 114}"
     """
     if demo:
-        files, params, modules = with_demo(
-            options.gin_file, options.gin_param, options.module_import
-        )
-        options = dataclasses.replace(
-            options, gin_file=files, gin_param=params, module_import=modules
-        )
+        modules = [DEMO_MODULE, *(options.module_import or ())]
+        options = dataclasses.replace(options.with_demo(), module_import=modules)
     mode = run_mode
-    if mode is None and import_t5x(options.gin_file, options.gin_search_paths):
+    if mode is None and options.import_t5x():
         mode = RunMode.PRECOMPILE
     # T5X's files first, so that their errors are reported before JAX is imported.
-    read = None if mode is None else _t5x_config(gin_inputs(mode.value, options))
+    read = None if mode is None else _t5x_config(options.t5x_inputs(mode.value))
     if mode is RunMode.PRECOMPILE and read is not None:
         check_address(read[1].model_dir, read[1].provenance.get("model_dir", "MODEL_DIR"))
     with _joined(processes, topology):

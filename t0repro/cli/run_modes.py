@@ -13,7 +13,7 @@ from t0repro.cli.gin_options import run_mode_of
 from t0repro.cli.groups import with_groups
 from t0repro.cli.options import ProcessOptions, Trackers
 from t0repro.cli.paths import source
-from t0repro.cli.t5x_options import T5xOptions, check_restored, gin_inputs, parse_files
+from t0repro.cli.t5x_options import T5xOptions, check_restored, parse_files
 from t0repro.cloud.auxiliary_options import AuxiliaryOptions
 from t0repro.cloud.launchers.machines import find_machine
 from t0repro.cloud.trackers.table import check_trackers
@@ -65,7 +65,7 @@ def evaluate(
         --gin.CHECKPOINT_PATH="'runs/c4/checkpoint_1000'" \
         --gin.EVAL_OUTPUT_DIR="'runs/eval'" --module_import my_tasks
     """
-    parsed = parse_files(gin_inputs("eval", options, last=_of_adapter(adapter)))
+    parsed = parse_files(options.t5x_inputs("eval", last=_of_adapter(adapter)))
     # Processes join before anything asks JAX for its devices.
     with processes.joined():
         from t0repro.cli.bodies import inference
@@ -95,7 +95,7 @@ def infer(
         --gin.INFER_OUTPUT_DIR="'runs/infer'" --module_import my_tasks
     """
     shard = [] if shard_id is None else [f"infer.shard_id = {shard_id}"]
-    parsed = parse_files(gin_inputs("infer", options, last=[*shard, *_of_adapter(adapter)]))
+    parsed = parse_files(options.t5x_inputs("infer", last=[*shard, *_of_adapter(adapter)]))
     with processes.joined():
         from t0repro.cli.bodies import inference
 
@@ -150,7 +150,7 @@ def train(
         )
     # First, so that --gin.MODEL_DIR overrides it.
     named = [f"MODEL_DIR = 'runs/{name}'"] if name else []
-    inputs = gin_inputs("train", options, first=named)
+    inputs = options.t5x_inputs("train", first=named)
     parsed = parse_files(inputs)
     config = read_train_run(parsed)
     check_folder(config.model_dir, config.provenance.get("model_dir", "MODEL_DIR"))

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
 import typer
 
-from t0repro.cli.gin_options import (
-    GIN,
-    CacheDirs,
-    GinFiles,
-    GinImportAllowlist,
-    GinParams,
-    GinSearchPaths,
-    t5x_inputs,
-)
+from t0repro.cli.gin_options import GIN, GinOptions
 from t0repro.cli.options import LogOptions, Modules, SkipMissing
 from t0repro.cli.paths import source
 from t0repro.cli.results import echo
@@ -27,21 +19,25 @@ from t0repro.storage import check_address
 
 
 @dataclasses.dataclass(frozen=True)
-class T5xOptions(LogOptions):
+class T5xOptions(LogOptions, GinOptions):
     """The options of every run mode of T5X."""
 
     HEADING: ClassVar = GIN
 
-    gin_file: GinFiles = None
-    gin_param: GinParams = None
-    gin_search_paths: GinSearchPaths = None
-    gin_import_allowlist: GinImportAllowlist = None
     module_import: Modules = None
     tfds_data_dir: Annotated[
         str | None,
         typer.Option(callback=source, help="The folder of TensorFlow Datasets' data."),
     ] = None
-    cache_dir: CacheDirs = None
+    cache_dir: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cache_dir",
+            "--seqio_additional_cache_dirs",
+            callback=source,
+            help="Folders of cached tasks, separated by commas; repeatable.",
+        ),
+    ] = None
     skip_missing: SkipMissing = False
     dry_run: Annotated[
         bool,
@@ -57,32 +53,11 @@ def check_restored(restore: RestoreConfig | None, places: Mapping[str, str], pre
     """Refuses addresses of checkpoints that cannot be opened, before tasks are imported."""
     if restore is None:
         return
-    paths = (restore.path,) if isinstance(restore.path, str) else restore.path
-    named = [("path", path) for path in paths]
+    named = [("path", path) for path in restore.paths]
     for field, path in [*named, ("adapter", restore.adapter)]:
         if path is not None:
             where = f"utils.RestoreCheckpointConfig.{field}"
             check_address(path, places.get(f"{prefix}.{field}", where))
-
-
-def gin_inputs(
-    run_mode: str, options: T5xOptions, *, first: Sequence[str] = (), last: Sequence[str] = ()
-) -> T5xInputs:
-    """The gin options of the command line; of two bindings of one name, the later wins.
-
-    Args:
-      run_mode: T5X's name of the run mode.
-      options: the flags.
-      first: bindings before those of the command line.
-      last: bindings after them.
-    """
-    return t5x_inputs(
-        run_mode,
-        options.gin_file,
-        [*first, *(options.gin_param or ()), *last],
-        options.gin_search_paths,
-        options.gin_import_allowlist,
-    )
 
 
 def parse_files(inputs: T5xInputs) -> Parsed:

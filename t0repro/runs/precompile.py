@@ -18,7 +18,7 @@ from t0repro.partitioning.devices import Partitioning, describe_devices
 from t0repro.partitioning.memory import ASSUMED_LENGTH
 from t0repro.partitioning.topologies import Chip
 from t0repro.runs.fitting import fits, format_gib
-from t0repro.runs.programs import Program, arranged, compiled_programs, shard_over
+from t0repro.runs.programs import Program, arranged, compiled_programs
 from t0repro.storage import write_atomically
 from t0repro.training.rematerialization import passed_through_lengths
 
@@ -89,15 +89,6 @@ def write_t5x_files(folder: Path, program: Program, partitioning: Partitioning) 
     for name, content in contents.items():
         write_atomically(folder / name, content)
     return [folder / name for name in contents]
-
-
-def devices_line(config: Run, devices: Sequence[Any]) -> str:
-    """A line that describes the devices of a run.
-
-    Raises:
-      UserError: if the devices cannot be arranged as the layout asks.
-    """
-    return describe_devices(shard_over(config, devices), config.layout)
 
 
 def described(

@@ -102,3 +102,10 @@ def test_what_cannot_be_compiled_is_one_message(options, message):
     done = precompile(*options)
     assert done.returncode == 2
     assert message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_allowlist_holds_for_mesh_tensorflows_gin_files_too(tmp_path):
+    (tmp_path / "mine.gin").write_text("import no_such_module\n")
+    flags = ["--gin_import_allowlist=my_tasks", "--topology=cpu-1", "--dry_run"]
+    done = precompile(*DEMO, f"--gin_file={tmp_path}/mine.gin", *flags)
+    assert done.returncode == 2 and "--gin_import_allowlist" in done.stderr, done.stderr

@@ -19,10 +19,12 @@ from t0repro.config.run import Run, TrainRun
 from t0repro.config.t5x.gin_files import Parsed
 from t0repro.errors import UserError
 from t0repro.partitioning import topologies
+from t0repro.partitioning.devices import describe_devices
 from t0repro.partitioning.processes import output_folder
 from t0repro.runs import fitting
 from t0repro.runs import precompile as compiling
 from t0repro.runs.preflight import check_training
+from t0repro.runs.programs import shard_over
 
 
 def precompile(
@@ -62,7 +64,7 @@ def precompile(
     if suggest:
         lines = _suggestions(config, devices, chip)
     elif options.dry_run:
-        lines = iter([compiling.devices_line(config, devices)])
+        lines = iter([describe_devices(shard_over(config, devices), config.layout)])
     else:
         left = output_folder(config.model_dir) if leaves_modules else None
         hlo = hlo and output_folder(hlo)
@@ -77,13 +79,7 @@ def precompile(
 
 def _mesh_config(options: T5xOptions, skipped: SkippedNames, float32: bool) -> Run:
     echo("reading gin files ...", err=True)
-    inputs = mesh_inputs(
-        options.gin_file,
-        options.gin_param,
-        options.gin_search_paths,
-        options.module_import,
-        skipped=skipped,
-    )
+    inputs = mesh_inputs(options, options.module_import, skipped)
     return load(inputs, float32_activations=float32).run
 
 
