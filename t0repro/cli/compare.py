@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,7 +19,6 @@ from t0repro.reports.losses import compare_losses
 from t0repro.reports.models import compare_models, corrected, corrected_by, to_json
 from t0repro.reports.page import Page
 from t0repro.reports.prompts import PromptInfo, load_prompts, read_reported_prompts
-from t0repro.reports.report_files import as_json as to_json_text
 from t0repro.reports.run import Run, find_evaluation, labeled
 from t0repro.reports.statistics import Bootstrap
 from t0repro.words import counted
@@ -106,13 +105,13 @@ def compare(
         raise typer.Exit(1)
 
 
-def _losses(given: Sequence[Given], tol: float | None) -> tuple[Page, str, bool]:
+def _losses(given: Sequence[Given], tol: float | None) -> tuple[Page, list[Any], bool]:
     first, *others = zip(_labels(given), (path for _, path in given), strict=True)
     compared = [
         compare_losses(first[1], path, label_a=first[0], label_b=label) for label, path in others
     ]
     within = tol is None or all(found.within(tol) for found in compared)
-    return losses_page(compared), to_json_text(compared), within
+    return losses_page(compared), compared, within
 
 
 def _evaluations(
@@ -120,8 +119,8 @@ def _evaluations(
     steps: Sequence[int] | None,
     tol: float | None,
     modules: Sequence[str],
-    bootstrap,
-) -> tuple[Page, str, bool]:
+    bootstrap: Bootstrap,
+) -> tuple[Page, list[Any], bool]:
     found = [find_evaluation(path) for _, path in given]
     runs = [
         Run(label, folder, steps[at] if steps else step)

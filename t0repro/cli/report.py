@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -28,12 +27,7 @@ from t0repro.reports.comparison_page import history_page, losses_in_words, score
 from t0repro.reports.history import read_history
 from t0repro.reports.make_report import ExtraContent, ReportOptions, make_report
 from t0repro.reports.page_terminal import print_page
-from t0repro.reports.prompts import (
-    PromptInfo,
-    load_prompts,
-    training_datasets,
-    training_tasks,
-)
+from t0repro.reports.prompts import PromptInfo, load_prompts, training_datasets, training_tasks
 from t0repro.reports.provenance import default_label
 from t0repro.reports.report import Report, load_report
 from t0repro.reports.report_files import write_report
@@ -171,7 +165,7 @@ def make(
     with lock_folder(out, "writing a report"):
         paths = write_report(report, out)
     if as_json:
-        print_json(json.loads(report.to_json()))
+        print_json(report)
     else:
         _print(report)
     print_written(paths, as_json=as_json)
@@ -279,7 +273,7 @@ def history(
     # Any step will do, because a history includes all steps.
     folder, _ = find_evaluation(eval_dir)
     found = read_history(folder, load_prompts(module_import or ()))
-    show_page("history", history_page(found), found.to_json(), out, as_json=as_json)
+    show_page("history", history_page(found), found, out, as_json=as_json)
 
 
 def _report_options(

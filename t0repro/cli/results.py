@@ -7,13 +7,13 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from t0repro.words import as_reader_knows, printable, without_passwords
+from t0repro.words import as_reader_knows, columns, printable, without_passwords
 
 if TYPE_CHECKING:
     from t0repro.reports.page import Page
@@ -57,10 +57,16 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def print_columns(rows: Sequence[Sequence[str]]) -> None:
+    """Prints rows in columns without truncation, so that names can be searched for and copied."""
+    for line in columns(rows):
+        echo(line)
+
+
 def show_page(
     name: str,
     page: Page,
-    content: str,
+    content: Any,
     out: Path | None,
     *,
     as_json: bool,
@@ -71,7 +77,7 @@ def show_page(
     Args:
       name: of the files, without .json, .md and .html.
       page: the page.
-      content: what is in it, as JSON.
+      content: what is in it; see `write_page`.
       out: the folder; None for none.
       as_json: whether to print the content instead of the page.
       lines: printed below the page.
@@ -81,7 +87,7 @@ def show_page(
     from t0repro.storage import lock_folder
 
     if as_json:
-        print_json(json.loads(content))
+        print_json(content)
     else:
         print_page(page)
         for line in lines:

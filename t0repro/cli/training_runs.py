@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -13,13 +12,7 @@ from t0repro.cli.paths import output
 from t0repro.cli.results import echo, print_json, show_page
 from t0repro.reports.curves import curves_in_words, curves_page, read_curves
 from t0repro.reports.losses import LOSS
-from t0repro.reports.training_runs import (
-    HEADER,
-    find_runs,
-    left_out_in_words,
-    run_rows,
-    to_json,
-)
+from t0repro.reports.training_runs import HEADER, find_runs, left_out_in_words, run_rows, to_json
 from t0repro.terminal import print_table, terminal
 
 
@@ -83,8 +76,7 @@ def plot(
         "units": {label: title for title, curves in panels.items() for label in curves},
     }
     page, lines = curves_page(panels), curves_in_words(panels)
-    text = json.dumps(content, indent=1) + "\n"
-    show_page("curves", page, text, out, as_json=as_json, lines=lines)
+    show_page("curves", page, content, out, as_json=as_json, lines=lines)
 
 
 def replay(

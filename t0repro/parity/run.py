@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -315,10 +314,10 @@ def _metrics(task: ScoredTask, reference: StackResult, ours: StackResult, float3
     return _metrics_finding(task.judge.task, *by_stack, float32=float32)
 
 
-def to_json(parity: Parity, facts: dict[str, Any]) -> str:
-    """The comparison as indented JSON; `facts` are added as they are."""
+def to_json(parity: Parity, facts: dict[str, Any]) -> dict[str, Any]:
+    """The comparison as JSON's types; `facts` are added as they are."""
     first = parity.departures[0] if parity.departures else None
-    value = {
+    return {
         "passed": parity.passed,
         "judged": parity.float32,
         "injected": parity.injected,
@@ -332,7 +331,6 @@ def to_json(parity: Parity, facts: dict[str, Any]) -> str:
         **facts,
         "findings": [dataclasses.asdict(finding) for finding in parity.findings],
     }
-    return json.dumps(value, indent=1) + "\n"
 
 
 # The stacks agree, in float32 without dropout, if: the loss differs by a relative error of at most

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Collection, Mapping
 
@@ -29,10 +28,6 @@ class History:
     curves: dict[str, tuple[float, ...]]
     chance: dict[str, float]
     skipped: tuple[str, ...]
-
-    def to_json(self) -> str:
-        """The history as indented JSON."""
-        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
 
 def read_history(

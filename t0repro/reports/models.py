@@ -9,35 +9,27 @@ datasets, so the probability of any false claim is at most 1 - confidence.
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from t0repro.errors import UserError
 from t0repro.evaluation.rank import RankResult
+from t0repro.reports.comparison import RunComparison, RunFacts, unlike_tasks
 from t0repro.reports.prompts import PromptInfo, tasks_by_dataset
+from t0repro.reports.ranking import rank_folder
+from t0repro.reports.results import CLEAR
 from t0repro.reports.run import Run
 from t0repro.reports.statistics import (
     Bootstrap,
     Interval,
     Outcomes,
-    mcnemar,
-    reweighted,
-)
-
-if TYPE_CHECKING:
-    from t0repro.reports.models import Models
-import itertools
-from collections.abc import Iterable
-
-from t0repro.reports.comparison import RunComparison, RunFacts, unlike_tasks
-from t0repro.reports.ranking import rank_folder
-from t0repro.reports.results import CLEAR
-from t0repro.reports.statistics import (
     difference_over_seeds,
     holm,
+    mcnemar,
+    reweighted,
 )
 
 
@@ -142,10 +134,9 @@ def compare_models(
             for label in labels
         }
         datasets.append(_dataset(dataset, of_label, bootstrap))
-        p_below += [
-            _p_below_chance(outcome, [each[task] for task in tasks], dataset, bootstrap)
-            for outcome, each in zip(outcomes, found, strict=True)
-        ]
+        for outcome, each in zip(outcomes, found, strict=True):
+            mean = reweighted(outcome, dataset, bootstrap).each(lambda values: values.mean(-1))
+            p_below.append(mean.p_below(float(np.mean([each[task].chance for task in tasks]))))
     below = iter(holm(p_below))
     for at, entry in enumerate(datasets):
         # One p-value for each run, in the order of the datasets.
@@ -155,13 +146,6 @@ def compare_models(
     return _separated(datasets, {label: len(of_label[label]) for label in labels}, bootstrap)
 
 
-def _p_below_chance(
-    outcomes: Outcomes, results: Sequence[RankResult], dataset: str, bootstrap: Bootstrap
-) -> float:
-    mean = reweighted(outcomes, dataset, bootstrap).each(lambda values: values.mean(-1))
-    return mean.p_below(float(np.mean([result.chance for result in results])))
-
-
 def common_outcomes(runs: Sequence[Sequence[RankResult]]) -> list[Outcomes]:
     """Each run's outcomes on a dataset's prompts, for the examples that all runs have.
 
@@ -169,16 +153,11 @@ def common_outcomes(runs: Sequence[Sequence[RankResult]]) -> list[Outcomes]:
       runs: for each run, the results of the same prompts in the same order.
     """
     examples = np.unique(np.concatenate([r.pairing_key for results in runs for r in results]))
-    shape = (len(runs), len(examples), len(runs[0]))
-    right, weight = np.zeros(shape), np.zeros(shape)
-    for at, results in enumerate(runs):
-        for column, result in enumerate(results):
-            rows = np.searchsorted(examples, result.pairing_key)
-            right[at, rows, column], weight[at, rows, column] = result.correct, result.weight
+    found = [Outcomes.of(results, examples) for results in runs]
     # An outcome that one run lacks counts for none.
-    weight = np.where((weight > 0).all(0), weight, 0.0)
-    kept = (weight > 0).any((0, 2))
-    return [Outcomes(r[kept], w[kept]) for r, w in zip(right, weight, strict=True)]
+    in_all = np.all([outcomes.weight > 0 for outcomes in found], axis=0)
+    kept = in_all.any(-1)
+    return [Outcomes(each.right[kept], (each.weight * in_all)[kept]) for each in found]
 
 
 def _dataset(
@@ -289,11 +268,10 @@ def to_json(
     comparisons: Sequence[RunComparison],
     models: Models | None = None,
     runs: Sequence[RunFacts] = (),
-) -> str:
-    """The comparisons as an indented JSON list; each includes all runs and models."""
+) -> list[dict[str, Any]]:
+    """One object for each comparison; each includes all runs and models."""
     more: dict[str, Any] = {} if models is None else {"models": dataclasses.asdict(models)}
     more |= {"runs": [dataclasses.asdict(run) for run in runs]} if runs else {}
-    found = [
+    return [
         {**dataclasses.asdict(entry), "flipped": entry.flipped, **more} for entry in comparisons
     ]
-    return json.dumps(found, indent=1) + "\n"

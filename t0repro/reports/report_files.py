@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +28,31 @@ def write_report(report: Report, out: str | os.PathLike[str]) -> list[Path]:
     Raises:
       UserError: like write_files.
     """
-    return write_page("report", report_page(report), report.to_json(), out)
+    return write_files(_page_files("report", report.to_json(), report_page(report)), out)
 
 
-def write_page(name: str, page: Page, content: str, out: str | os.PathLike[str]) -> list[Path]:
+def write_page(name: str, page: Page, content: Any, out: str | os.PathLike[str]) -> list[Path]:
     """Writes <name>.json with the content, and the page as <name>.md and <name>.html.
+
+    Args:
+      name: of the files.
+      page: the page.
+      content: what is in it, of dataclasses and of what JSON has.
+      out: the folder.
 
     Raises:
       UserError: like write_files.
     """
-    files = {
+    text = json.dumps(content, indent=1, default=dataclasses.asdict) + "\n"
+    return write_files(_page_files(name, text, page), out)
+
+
+def _page_files(name: str, content: str, page: Page) -> dict[str, str]:
+    return {
         f"{name}.json": content,
         f"{name}.md": render_markdown(page),
         f"{name}.html": render_html(page),
     }
-    return write_files(files, out)
 
 
 def write_files(files: Mapping[str, str | bytes], out: str | os.PathLike[str]) -> list[Path]:
@@ -89,8 +99,3 @@ def stage_files(out: str | os.PathLike[str]) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-
-
-def as_json(values: Sequence[Any]) -> str:
-    """Dataclasses as an indented JSON list."""
-    return json.dumps([dataclasses.asdict(value) for value in values], indent=1) + "\n"

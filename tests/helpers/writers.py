@@ -258,7 +258,7 @@ def parity(out: Path) -> None:
     with lock_folder(out, "a comparison of the stacks"):
         batch = {"inputs": np.arange(400).reshape(4, 100)}
         save_batches(out / "mesh_tensorflow" / "batches.npz", [batch, batch])
-        write_page("parity", Page("Compared", (Section("Outcome", ("agree",)),)), "{}", out)
+        write_page("parity", Page("Compared", (Section("Outcome", ("agree",)),)), {}, out)
 
 
 EXAMPLES = [{"inputs_pretokenized": b"a question", "targets": np.arange(3)}] * 50

@@ -106,7 +106,7 @@ def pages(report, tmp_path_factory):
     for step, wrong in ((20, 8), (30, 5)):
         write_run(a, wrong, step=step)
     history = read_history(a, PROMPTS)
-    write_page("history", history_page(history), history.to_json(), folder)
+    write_page("history", history_page(history), history, folder)
     curves = {
         f"run_{number}_with_a_name_of_some_length": [
             (step, number + 1 / step) for step in range(1, 5 if number else 200)
@@ -114,7 +114,7 @@ def pages(report, tmp_path_factory):
         for number in range(5)
     }
     panels = {LOSS: curves, "loss of b in its own unit": {"b": [(1, 5095.0), (2, 4000.0)]}}
-    write_page("curves", curves_page(panels), "{}", folder)
+    write_page("curves", curves_page(panels), {}, folder)
     return {
         "curves": (folder / "curves.html", 4 * 4 + 1 + 2),  # of a long curve only the end is marked
         "report": (path, marks),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -93,28 +92,17 @@ def run(
     check_trackers(results.tracker)
     parallel = computation.model_parallelism
     if asked.dry_run:
-        opens = [
-            functools.partial(check_checkpoint, asked.checkpoint, step, parallel, adapters.values())
-            for step in steps
-        ]
         with for_people(asked.as_json):
-            _check(asked.mixture, settings, opens)
+            _check(asked, settings, steps, adapters, parallel)
         for label in adapters or ("",):
-            check_settings(
-                asked.out / label,
-                asked.mixture,
-                settings,
-                add_step=add_step,
-                force=results.force,
-            )
+            folder, force = asked.out / label, results.force
+            check_settings(folder, asked.mixture, settings, add_step=add_step, force=force)
         return
     # The reports read what the evaluations wrote, so one lock has to cover all.
     fix = "Wait for it to end, or choose another --out."
     with enter_in_first(lambda: lock_folder(asked.out, "rank evaluation", fix=fix)):
         out = output_folder(asked.out, resumed=True)
-        reports = {}
-
-        path = asked.checkpoint
+        reports, path = {}, asked.checkpoint
 
         def open_step(step: int | None) -> Checkpoint:
             with working(f"reading {path}" if step is None else f"reading step {step} of {path}"):
@@ -123,9 +111,9 @@ def run(
         for label, checkpoints in _opened(open_step, steps, adapters):
             named = functools.partial(write, label=label or head.label or checkpoint_name(path))
             with for_people(asked.as_json):
-                report = _evaluate(
+                reports[label] = _evaluate(
                     checkpoints,
-                    adapters.get(label, asked.checkpoint),
+                    adapters.get(label, path),
                     asked.mixture,
                     out / label,
                     settings,
@@ -133,7 +121,6 @@ def run(
                     results,
                     add_step=add_step,
                 )
-            reports[label] = json.loads(report.to_json())
     # It takes the folder's lock itself.
     if len(adapters) > 1 and is_first():
         folders = [f"{label}={out / label / f'{tasks.split}_eval'}" for label in adapters]
@@ -270,26 +257,30 @@ def _evaluate(
 
 
 def _check(
-    mixture: str, settings: EvaluationSettings, checkpoints: Sequence[Callable[[], Checkpoint]]
+    asked: EvaluationOptions,
+    settings: EvaluationSettings,
+    steps: Sequence[int | None],
+    adapters: Mapping[str, str],
+    parallel: int,
 ) -> None:
     """Checks what is to be evaluated; the checkpoints only if they must be there already."""
     selected = select_tasks(
-        mixture,
+        asked.mixture,
         settings.split,
         settings.modes,
         use_cached=settings.use_cached,
         skip_missing=settings.skip_missing,
     )
-    typer.echo(
-        f"{counted(len(selected.names), 'task')} of {mixture} with the split {settings.split!r}"
-    )
+    tasks = counted(len(selected.names), "task")
+    typer.echo(f"{tasks} of {asked.mixture} with the split {settings.split!r}")
     if selected.left_out:
         typer.echo(f"Left out: {reasons_in_words(selected.left_out)}.")
     if NO_CHECKPOINT_YET in os.environ:
         return
-    for checkpoint in checkpoints:
-        check_vocabulary(selected.names, checkpoint())
-    whose = "the checkpoint's" if len(checkpoints) == 1 else f"{len(checkpoints)} checkpoints'"
+    for step in steps:
+        opened = check_checkpoint(asked.checkpoint, step, parallel, adapters.values())
+        check_vocabulary(selected.names, opened)
+    whose = "the checkpoint's" if len(steps) == 1 else f"{len(steps)} checkpoints'"
     typer.echo(f"{whose} names, shapes and vocabulary fit")
 
 
