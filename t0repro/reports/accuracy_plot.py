@@ -5,6 +5,7 @@ from __future__ import annotations
 import string
 from collections.abc import Mapping, Sequence
 
+from t0repro.reports.decoded_tasks import GenerationResult
 from t0repro.reports.drawing import ROLES, Drawing, inline_plot, spread_out
 from t0repro.reports.published import PublishedFigure, family_of
 from t0repro.reports.report import Report
@@ -175,13 +176,17 @@ def _draw_box(axes, y: float, dataset: DatasetResult) -> None:
 
 def prompt_tip(prompt: PromptResult) -> str:
     """A prompt's tooltip: its figures, its text and one rendering."""
-    lines = [
+    figures = (
         f"{prompt.template_name}: {prompt.accuracy:.1f}%"
         f" ({prompt.interval.low:.1f} to {prompt.interval.high:.1f}),"
         f" {counted(prompt.examples, 'example')}"
-    ]
-    if prompt.prompt:
-        lines.append(shortened(prompt.prompt, 700))
+    )
+    return "\n\n".join([figures, *text_and_rendering(prompt)])
+
+
+def text_and_rendering(prompt: PromptResult | GenerationResult) -> list[str]:
+    """What is known of a prompt's text, and of its first example, shortened."""
+    lines = [shortened(prompt.prompt, 700)] if prompt.prompt else []
     if prompt.first_input:
         lines.append("First input: " + shortened(prompt.first_input, 300))
-    return "\n\n".join(lines)
+    return lines

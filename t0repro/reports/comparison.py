@@ -15,7 +15,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -35,11 +35,9 @@ from t0repro.reports.statistics import (
     detectable_difference,
     mcnemar,
     reweighted,
+    root_of_squares,
 )
 from t0repro.words import as_reader_knows, shortened
-
-if TYPE_CHECKING:
-    pass
 
 MAX_FLIPS = 200
 _INPUT_SHOWN = 600  # characters
@@ -507,6 +505,9 @@ def _difference(
     # 1 where only the second run is right, -1 where only the first is, 0 where they agree.
     gain = (second.right - first.right).astype(np.int64)
     alike = sum(int((a.predicted == b.predicted).sum()) for a, b in tasks)
+    # A prompt's shares add up to 1, so the difference of means is the sum of these over examples.
+    moves = (second.share * second.right - first.share * first.right).mean(-1)
+    error = root_of_squares(100 * (moves - moves.mean()), first.examples, axis=-1)
     return DatasetDifference(
         dataset=dataset,
         prompts=len(tasks),
@@ -518,14 +519,5 @@ def _difference(
         only_b=int((gain > 0).sum()),
         p_value=mcnemar(gain.sum(-1)),
         agreement=100 * alike / sum(len(a.example) for a, _ in tasks),
-        detectable=detectable_difference(_standard_error(first, second), bootstrap),
+        detectable=detectable_difference(float(error), bootstrap),
     )
-
-
-def _standard_error(first: Outcomes, second: Outcomes) -> float:
-    """Standard error of the difference of two runs' means over prompts, in percentage points."""
-    # A prompt's shares add up to 1, so the difference is the sum of these over examples.
-    gain = (second.share * second.right - first.share * first.right).mean(-1)
-    moves = 100 * (gain - gain.mean())
-    examples = len(moves)
-    return math.sqrt((moves**2).sum() * examples / max(examples - 1, 1))

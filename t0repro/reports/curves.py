@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -137,6 +138,10 @@ def _labels(curves: Sequence[tuple[Path, str]]) -> list[str]:
 _Found = dict[str, dict[str, dict[int, float]]]
 
 
+def _nothing_found() -> _Found:
+    return collections.defaultdict(lambda: collections.defaultdict(dict))
+
+
 def _runs_at(folder: Path) -> list[Path]:
     """The folder itself, if it is a run; otherwise the runs below it."""
     if (folder / METRICS_FILE).is_file():
@@ -146,7 +151,7 @@ def _runs_at(folder: Path) -> list[Path]:
 
 
 def _read_lines(folder: Path) -> _Found:
-    found: _Found = {}
+    found = _nothing_found()
     # In writing order: after a restart, a step's later line replaces the earlier one.
     for row in metric_rows(folder / METRICS_FILE):
         place, step = str(row.get("split", _TRAIN)), row.get("step")
@@ -157,44 +162,41 @@ def _read_lines(folder: Path) -> _Found:
             place += f"/{row['task']}"
         for name, value in row.items():
             if name != "step" and isinstance(value, int | float):
-                found.setdefault(name, {}).setdefault(place, {})[step] = float(value)
+                found[name][place][step] = float(value)
                 # A rank evaluation's name, <task>/<metric>.
                 task, slash, metric = name.rpartition("/")
                 if slash and place == _EVAL_SPLIT:
-                    of_tasks = found.setdefault(_EVAL + metric, {})
-                    of_tasks.setdefault(f"{place}/{task}", {})[step] = float(value)
+                    found[_EVAL + metric][f"{place}/{task}"][step] = float(value)
         if "neg_log_perplexity" in row:  # the mean over target tokens, of an evaluation
-            of_place = found.setdefault(LOSS_PER_TOKEN, {}).setdefault(place, {})
-            of_place[step] = -float(row["neg_log_perplexity"])
+            found[LOSS_PER_TOKEN][place][step] = -float(row["neg_log_perplexity"])
     return found
 
 
 def _read_evaluation(folder: Path) -> _Found:
     """What SeqIO's JSONLogger wrote, which takes no TensorBoard to read."""
-    found: _Found = {}
+    found = _nothing_found()
     for path in folder.rglob(f"*{_OF_TASK}"):
         task = path.relative_to(folder).as_posix().removesuffix(_OF_TASK)
         for row in metric_rows(path):
             for name, value in row.items():
                 if isinstance(row.get("step"), int) and isinstance(value, int | float):
-                    of_task = found.setdefault(_EVAL + name, {}).setdefault(task, {})
-                    of_task[row["step"]] = float(value)
+                    found[_EVAL + name][task][row["step"]] = float(value)
     found.pop(f"{_EVAL}step", None)
     return found
 
 
 def _read_events(folder: Path) -> _Found:
-    found: _Found = {}
+    found = _nothing_found()
     for parent, _, names in os.walk(folder):
         # Each folder of event files is a separate TensorBoard run.
         if any(MARK in name for name in names):
             place = os.path.relpath(parent, folder)
             for tag, points in read_scalars(parent).items():
-                found.setdefault(tag, {})[place] = dict(points)
+                found[tag][place] = dict(points)
                 # Mesh TensorFlow's tag, eval/<task>/<metric>; T5X has a folder for each task.
                 task, slash, metric = tag.removeprefix(_EVAL).rpartition("/")
                 if slash and tag.startswith(_EVAL):
-                    found.setdefault(_EVAL + metric, {})[f"{place}/{task}"] = dict(points)
+                    found[_EVAL + metric][f"{place}/{task}"] = dict(points)
     return found
 
 

@@ -7,10 +7,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from t0repro.evaluation.outputs import (
-    read_first_input,
-    read_line_of,
-)
+from t0repro.evaluation.outputs import read_first_input, read_line_of
 from t0repro.reports.prompts import PromptInfo, dataset_label, template_name
 from t0repro.reports.results import group_of
 

@@ -8,9 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from t0repro.evaluation.outputs import (
-    read_inputs_of,
-)
+from t0repro.evaluation.outputs import read_inputs_of
 from t0repro.evaluation.rank import RankResult
 
 _BINS = 10
@@ -106,19 +104,19 @@ def confusion(
     )
 
 
-def calibration(results: Sequence[RankResult], bins: int = _BINS) -> Calibration:
+def calibration(results: Sequence[RankResult]) -> Calibration:
     """Accuracy by confidence, over all prompts of a dataset."""
     confidence = np.concatenate([result.confidence for result in results])
     correct = np.concatenate([result.correct for result in results])
     # Put a confidence of exactly 1 into the last bin, not into one of its own.
-    place = np.minimum((confidence * bins).astype(np.int64), bins - 1)
+    place = np.minimum((confidence * _BINS).astype(np.int64), _BINS - 1)
     found = [
         CalibrationBin(
             confidence=float(100 * confidence[place == at].mean()),
             accuracy=float(100 * correct[place == at].mean()),
             examples=int((place == at).sum()),
         )
-        for at in range(bins)
+        for at in range(_BINS)
         if (place == at).any()
     ]
     # Absolute gaps, so that over- and underconfidence do not cancel out.

@@ -17,13 +17,8 @@ from t0repro.reports.decoded_tasks import generation_results
 from t0repro.reports.history import History
 from t0repro.reports.losses import LossComparison, compare_losses, loss_curve
 from t0repro.reports.models import corrected as corrected_comparisons
-from t0repro.reports.prompts import (
-    PromptInfo,
-    dataset_label,
-    synthetic_datasets,
-    tasks_by_dataset,
-)
-from t0repro.reports.provenance import collect_provenance
+from t0repro.reports.prompts import PromptInfo, dataset_label, synthetic_datasets, tasks_by_dataset
+from t0repro.reports.provenance import Provenance, collect_provenance
 from t0repro.reports.published import published_figures
 from t0repro.reports.ranking import rank_folder
 from t0repro.reports.report import Report
@@ -37,9 +32,7 @@ from t0repro.reports.results import (
     group_result,
 )
 from t0repro.reports.run import Run
-from t0repro.reports.statistics import (
-    Bootstrap,
-)
+from t0repro.reports.statistics import Bootstrap
 from t0repro.reports.task_costs import task_costs
 
 _Path = str | os.PathLike[str]
@@ -133,13 +126,7 @@ def make_report(
     evaluated = [result.task for result in results] + [result.task for result in generation]
     return Report(
         title=options.title,
-        provenance=collect_provenance(
-            run,
-            step,
-            checkpoint=options.checkpoint,
-            device=options.device,
-            duration_seconds=options.duration_seconds,
-        ),
+        provenance=_provenance(run, step, options),
         bootstrap=options.bootstrap,
         groups=groups,
         datasets=datasets,
@@ -159,6 +146,13 @@ def make_report(
         generation=generation,
         synthetic=synthetic_datasets({dataset_label(task, prompts) for task in evaluated}),
     )
+
+
+def _provenance(run: Run, step: int, options: ReportOptions) -> Provenance:
+    """The evaluation's record, except for what the options say in its place."""
+    names = ("checkpoint", "device", "duration_seconds")
+    given = {name: value for name in names if (value := getattr(options, name)) not in (None, "")}
+    return dataclasses.replace(collect_provenance(run, step), **given)
 
 
 def _by_mode(
@@ -271,26 +265,29 @@ def _overlap_notes(
     """A sentence for each dataset of which examples share text with training rows."""
     if overlap is None:
         return
-    if not any(np.isin(each.example, overlap.get(each.task, ())).any() for each in results):
-        yield "No example that was evaluated shares text with the training rows that were read."
     of_task = {result.task: result for result in results}
+    listed = {
+        task: int(np.isin(result.example, overlap.get(task, ())).sum())
+        for task, result in of_task.items()
+    }
+    if not any(listed.values()):
+        yield "No example that was evaluated shares text with the training rows that were read."
     for dataset, tasks in tasks_by_dataset(of_task, prompts).items():
-        members = [of_task[task] for task in tasks]
         # The prompts read the same rows, of which some may drop a few: the largest number counts.
-        listed = max(int(np.isin(r.example, overlap.get(r.task, ())).sum()) for r in members)
-        if not listed:
+        most = max(listed[task] for task in tasks)
+        if not most:
             continue
-        whole = float(np.mean([result.accuracy for result in members]))
+        whole = float(np.mean([of_task[task].accuracy for task in tasks]))
         # A prompt all of whose examples are listed has no accuracy without them.
         rest = [
-            without.get(r.task, r.accuracy)
-            for r in members
-            if r.task in without or not np.isin(r.example, overlap.get(r.task, ())).any()
+            without.get(task, of_task[task].accuracy)
+            for task in tasks
+            if task in without or not listed[task]
         ]
-        examples = max(len(result.example) for result in members)
+        examples = max(len(of_task[task].example) for task in tasks)
         others = f"{float(np.mean(rest)):.1f} without" if rest else "and no prompt has others"
         yield (
-            f"{dataset}: {listed} of {examples} examples share text with training rows. Mean over"
+            f"{dataset}: {most} of {examples} examples share text with training rows. Mean over"
             f" prompts {whole:.1f} with them, {others}."
         )
 

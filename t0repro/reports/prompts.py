@@ -8,40 +8,26 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from t0repro.tasks.catalog import SYNTHETIC
 from t0repro.tasks.registry import registered_tasks, tasks_of_mixture
+from t0repro.tasks.task import PromptedTask
 from t0repro.tasks.user_files import template_files
 
 
-class PromptInfo(Protocol):
-    """The part of t0repro.tasks.PromptedTask that a report uses."""
+@dataclasses.dataclass(frozen=True)
+class ReportedPrompt:
+    """What a report says of a task's prompt; its dataset is the label that the report shows."""
 
-    @property
-    def dataset(self) -> str:
-        """The Hugging Face name of the dataset."""
-        ...
+    dataset: str
+    template_name: str
+    prompt: str
+    subset: str | None = None
+    fixed_choices: tuple[str, ...] | None = None
 
-    @property
-    def subset(self) -> str | None:
-        """The dataset's configuration."""
-        ...
 
-    @property
-    def template_name(self) -> str:
-        """The template's name in promptsource."""
-        ...
-
-    @property
-    def fixed_choices(self) -> tuple[str, ...] | None:
-        """The answers, if every example has the same ones."""
-        ...
-
-    @property
-    def prompt(self) -> str:
-        """The template's Jinja text."""
-        ...
+PromptInfo = PromptedTask | ReportedPrompt
+"""A task's prompt, by its registered task or by the report beside an evaluation."""
 
 
 def dataset_label(task: str, prompts: Mapping[str, PromptInfo]) -> str:
@@ -84,17 +70,6 @@ def choice_text(info: PromptInfo | None, choice: int) -> str:
 def fixed_classes(prompts: Mapping[str, PromptInfo]) -> dict[str, int]:
     """Task name -> number of choices, for tasks where it is fixed."""
     return {name: len(info.fixed_choices) for name, info in prompts.items() if info.fixed_choices}
-
-
-@dataclasses.dataclass(frozen=True)
-class ReportedPrompt:
-    """A report's PromptInfo of a prompt; its dataset is the label that the report shows."""
-
-    dataset: str
-    template_name: str
-    prompt: str
-    subset: str | None = None
-    fixed_choices: tuple[str, ...] | None = None
 
 
 def read_reported_prompts(eval_dir: str | os.PathLike[str]) -> dict[str, PromptInfo]:

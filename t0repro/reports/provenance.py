@@ -40,15 +40,8 @@ class Provenance:
     scores_sha256: str | None = None
 
 
-def collect_provenance(
-    run: Run,
-    step: int,
-    *,
-    checkpoint: str | None = None,
-    device: str | None = None,
-    duration_seconds: float | None = None,
-) -> Provenance:
-    """Collects an evaluation's provenance; arguments override provenance.json in its folder.
+def collect_provenance(run: Run, step: int) -> Provenance:
+    """An evaluation's provenance, as provenance.json in its folder records it.
 
     The operative configuration is operative_config.gin in the folder, or in the model_dir above it.
 
@@ -57,27 +50,22 @@ def collect_provenance(
     """
     folder = Path(run.eval_dir)
     facts = recorded_facts(folder, step)
+    recorded = (
+        *("checkpoint", "checkpoint_hash", "device", "duration_seconds", "templates_hash"),
+        *("data_revision", "scores_sha256"),
+    )
     return Provenance(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         label=run.label,
         # A bucket's address, if the folder is a working copy of it.
         eval_dir=as_reader_knows(str(run.eval_dir)),
-        checkpoint=checkpoint or facts.get("checkpoint"),
         step=step,
-        device=device or facts.get("device"),
-        # Keep a duration of 0.
-        duration_seconds=facts.get("duration_seconds")
-        if duration_seconds is None
-        else duration_seconds,
         # If the evaluation recorded no versions, give those of the report's writer.
         versions=facts.get("versions") or package_versions(),
         git_commit=git_commit(),
         operative_config=_operative_config(folder),
-        checkpoint_hash=facts.get("checkpoint_hash"),
-        templates_hash=facts.get("templates_hash"),
-        data_revision=facts.get("data_revision"),
         data=facts.get("data") or {},
-        scores_sha256=facts.get("scores_sha256"),
+        **{name: facts.get(name) for name in recorded},
     )
 
 

@@ -9,10 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.evaluation.outputs import (
-    iterate_task_scores,
-    latest_step,
-)
+from t0repro.evaluation.outputs import iterate_task_scores, latest_step
 from t0repro.evaluation.rank import RankResult, rank_classification
 from t0repro.evaluation.records import read_records
 from t0repro.reports.prompts import PromptInfo, fixed_classes

@@ -9,10 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from t0repro.evaluation.outputs import (
-    read_first_input,
-    read_inputs_of,
-)
+from t0repro.evaluation.outputs import read_first_input, read_inputs_of
 from t0repro.evaluation.rank import RankResult
 from t0repro.reports.diagnostics import (
     Calibration,

@@ -15,12 +15,7 @@ import numpy as np
 from t0repro.evaluation.outputs import iterate_task_scores
 from t0repro.evaluation.rank import rank_classification
 from t0repro.evaluation.task_scores import TaskScores
-from t0repro.reports.prompts import (
-    PromptInfo,
-    dataset_label,
-    fixed_classes,
-    template_name,
-)
+from t0repro.reports.prompts import PromptInfo, dataset_label, fixed_classes, template_name
 from t0repro.reports.report_files import stage_files
 
 CSV, PARQUET = "scores.csv", "scores.parquet"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from t0repro.reports.accuracy_plot import accuracy_plot, prompt_tip, published_letters
-from t0repro.reports.decoded_tasks import GenerationResult
+from t0repro.reports.accuracy_plot import (
+    accuracy_plot,
+    prompt_tip,
+    published_letters,
+    text_and_rendering,
+)
 from t0repro.reports.page import Cell, Column, Section
 from t0repro.reports.plots import calibration_plot
 from t0repro.reports.published import PublishedFigure, family_of
@@ -117,7 +121,8 @@ def _dataset_row(dataset: DatasetResult) -> tuple[str | Cell, ...]:
 
 def prompts_sections(report: Report) -> list[Section]:
     """Every prompt; HTML shows its text on hover. No section if none was ranked."""
-    extras = _extra_names(report)
+    # The definitions of accuracy besides T0's.
+    extras = list(dict.fromkeys(name for _, prompt in prompts_of(report) for name in prompt.extras))
     header = (
         Column("dataset"), Column("prompt"), "examples", "accuracy", "interval", "s.e.", "chance",
         "majority", "ties", "not a choice",
@@ -141,11 +146,6 @@ def prompts_sections(report: Report) -> list[Section]:
         for dataset, prompt in prompts_of(report)
     )
     return [Section("Prompts", header=header, rows=rows)] * bool(rows)
-
-
-def _extra_names(report: Report) -> list[str]:
-    """The definitions of accuracy reported besides T0's."""
-    return list(dict.fromkeys(name for _, prompt in prompts_of(report) for name in prompt.extras))
 
 
 def prompts_of(report: Report) -> list[tuple[DatasetResult, PromptResult]]:
@@ -269,7 +269,7 @@ def generation_sections(report: Report) -> list[Section]:
     rows = tuple(
         (
             result.dataset,
-            Cell(result.template_name, tip=_generation_tip(result)),
+            Cell(result.template_name, tip="\n\n".join(text_and_rendering(result)) or result.task),
             group_name(result.group),
             str(result.examples),
             # No percent sign: not every template's metric is a percentage.
@@ -285,13 +285,6 @@ def generation_sections(report: Report) -> list[Section]:
         " examples."
     )
     return [Section("Decoded", note=note, header=header, rows=rows)]
-
-
-def _generation_tip(result: GenerationResult) -> str:
-    lines = [shortened(result.prompt, 700)] if result.prompt else []
-    if result.first_input:
-        lines.append("First input: " + shortened(result.first_input, 300))
-    return "\n\n".join(lines) or result.task
 
 
 def diagnostic_sections(report: Report) -> list[Section]:
@@ -315,11 +308,7 @@ def diagnostic_sections(report: Report) -> list[Section]:
             note="Confidence is the predicted choice's share of the probability of all choices. On"
             " the dashed line, a confidence of 80% is right in 80% of the cases.",
             plot=calibration_plot(report.datasets, "Calibration"),
-            header=(
-                Column("dataset"),
-                "calibration error",
-                "examples that prompts disagree on",
-            ),  # fmt: skip
+            header=(Column("dataset"), "calibration error", "examples that prompts disagree on"),
             rows=agreement,
         ),
         *_flip_sections(report),

@@ -148,9 +148,10 @@ class Outcomes:
     weight: np.ndarray
 
     @classmethod
-    def of(cls, results: Sequence[RankResult]) -> Outcomes:
-        """The outcomes of a dataset's prompts; examples ascend by row, or index."""
-        examples = np.unique(np.concatenate([result.pairing_key for result in results]))
+    def of(cls, results: Sequence[RankResult], examples: np.ndarray | None = None) -> Outcomes:
+        """The outcomes of a dataset's prompts on its examples, which ascend by row, or index."""
+        if examples is None:
+            examples = np.unique(np.concatenate([result.pairing_key for result in results]))
         right = np.zeros((len(examples), len(results)))
         weight = np.zeros_like(right)
         for column, result in enumerate(results):
@@ -207,8 +208,8 @@ class Outcomes:
         p * (1 - p) / (examples - 1).
         """
         moves = self.share * (100 * self.right - self.accuracy[..., None, :])
-        each = _root_of_squares(moves, (self.weight > 0).sum(-2))
-        return each, _root_of_squares(moves.mean(-1), self.examples, axis=-1)
+        each = root_of_squares(moves, (self.weight > 0).sum(-2))
+        return each, root_of_squares(moves.mean(-1), self.examples, axis=-1)
 
     def random_prompts_error(self) -> tuple[np.ndarray, np.ndarray]:
         """Standard error of the mean with prompts a random sample too, and degrees of freedom.
@@ -231,7 +232,7 @@ class Outcomes:
         return np.sqrt(total), np.maximum(freedom, prompts - 1)
 
 
-def _root_of_squares(moves: np.ndarray, examples: np.ndarray | int, axis: int = -2) -> np.ndarray:
+def root_of_squares(moves: np.ndarray, examples: np.ndarray | int, axis: int = -2) -> np.ndarray:
     """Square root of the sum over examples of squared moves, which have a mean of zero."""
     # One example has no spread: avoid zero over zero.
     return np.sqrt((moves**2).sum(axis) * examples / np.maximum(np.subtract(examples, 1), 1))
