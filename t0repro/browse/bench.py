@@ -14,13 +14,7 @@ from t0repro.tasks.catalog import label
 from t0repro.tasks.readers import LocalReader
 from t0repro.tasks.registration import describe, describing
 from t0repro.tasks.registry import select_tasks, task_descriptions
-from t0repro.tasks.rows import (
-    SUFFIXES,
-    dataset_folder,
-    read_rows,
-    rows_suffix,
-    splits_on_disk,
-)
+from t0repro.tasks.rows import SUFFIXES, dataset_folder, read_rows, rows_suffix, splits_on_disk
 from t0repro.tasks.source import PromptedRows, Split
 from t0repro.tasks.task import TaskDescription
 from t0repro.tasks.template_files import read_template_file

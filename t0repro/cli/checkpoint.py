@@ -10,7 +10,7 @@ import typer
 from t0repro.cli.commands import App
 from t0repro.cli.options import AsJson
 from t0repro.cli.paths import output, source
-from t0repro.cli.results import echo, print_json
+from t0repro.cli.results import echo, print_columns, print_json
 from t0repro.converters.inspection import Comparison, Inspection, Verification, inspect_checkpoint
 from t0repro.converters.inspection import compare as compare_checkpoints
 from t0repro.converters.inspection import verify as verify_checkpoint
@@ -20,7 +20,7 @@ from t0repro.converters.sources import find_checkpoint
 from t0repro.errors import UserError
 from t0repro.parameters import naming
 from t0repro.parameters.shape import describe
-from t0repro.words import columns, counted, sized
+from t0repro.words import counted, sized
 
 app = App(
     "checkpoint",
@@ -154,7 +154,7 @@ def released(
         count = f"{entry.shape.parameter_count():,}"
         license = entry.license or "not stated"
         rows.append((entry.name, entry.family, entry.format, count, license, entry.address))
-    _print_table(rows)
+    print_columns(rows)
 
 
 @app.command()
@@ -224,7 +224,7 @@ def plan(
     ):
         fits = "fits" if needed <= has else "does not fit"
         rows.append((what, sized(needed), sized(has), fits))
-    _print_table(rows)
+    print_columns(rows)
     for accelerator, memory in machine.accelerators:
         one = f"{accelerator}, {sized(memory)}"
         for what, needed in (("evaluation", needs.evaluation), ("training", needs.training)):
@@ -241,7 +241,7 @@ def _print_inspection(inspection: Inspection) -> None:
     for item in inspection.tensors:
         shape = "x".join(map(str, item.shape)) or "scalar"
         rows.append((item.name, shape, item.dtype, f"{item.norm:.6g}"))
-    _print_table(rows)
+    print_columns(rows)
     ref, family = inspection.checkpoint, inspection.family
     slots = "with optimizer slots" if inspection.slots else "without optimizer slots"
     # The step has a line of its own, and no command counts it.
@@ -265,7 +265,7 @@ def _print_comparison(comparison: Comparison) -> None:
         # NaN, where no comparison was possible, is shown as an empty cell.
         largest, rms = (f"{value:.3g}" if value == value else "" for value in (item.max, item.rms))
         rows.append((item.key, item.reason, largest, rms, item.detail))
-    _print_table(rows)
+    print_columns(rows)
     if len(differences) > _ROWS_SHOWN:
         echo(f"... and {len(differences) - _ROWS_SHOWN} more")
     differing, failing = (
@@ -278,9 +278,3 @@ def _print_comparison(comparison: Comparison) -> None:
         f"\n{steps}{differing} of {comparison.tensors} tensors differ, {beyond};"
         f" {comparison.tensors - differing} are equal, bit for bit."
     )
-
-
-def _print_table(rows: list[tuple[str, ...]]) -> None:
-    """Prints rows in columns without truncation, so that names can be searched for and copied."""
-    for line in columns(rows):
-        echo(line)

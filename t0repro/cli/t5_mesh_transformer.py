@@ -306,15 +306,14 @@ def print_flag_notes(options: Any, configuration: Configuration, *, on_jax: bool
     Raises:
       UserError: If the run certainly does not fit into the device's memory.
     """
-    name, total, free = _device(on_jax)
-    devices = _count(on_jax)
+    name, devices, total, free = _devices(on_jax)
     lines = tpu_lines(options, configuration, name, devices)
     run = configuration.run_or_refusal
     if not isinstance(run, NotOnJax):
         from t0repro.partitioning.memory import check_fits
 
         # Virtual devices of a CPU share its memory.
-        shares = 1 if name == "the CPU" or devices == 1 else devices
+        shares = 1 if name == "the CPU" else devices
         fit = check_fits(run, total, free, shares)
         # Report a fit only beside other lines; always report a misfit.
         if lines or not fit.endswith("it fits."):
@@ -323,9 +322,7 @@ def print_flag_notes(options: Any, configuration: Configuration, *, on_jax: bool
         print(f"t5_mesh_transformer: {line}", file=sys.stderr)
 
 
-def tpu_lines(
-    options: Any, configuration: Configuration, device: str, several: int = 1
-) -> list[str]:
+def tpu_lines(options: Any, configuration: Configuration, device: str, several: int) -> list[str]:
     """One line on the meaning of each TPU flag and binding on a machine without a TPU.
 
     Args:
@@ -348,30 +345,22 @@ def tpu_lines(
     return lines
 
 
-def _count(on_jax: bool) -> int:
-    """Number of devices that compute."""
-    if not on_jax:
-        return 1
-    import jax
-
-    return jax.device_count()
-
-
-def _device(on_jax: bool) -> tuple[str, int, int]:
-    """The name of the device that computes, its memory and its free memory, in bytes."""
+def _devices(on_jax: bool) -> tuple[str, int, int, int]:
+    """The kind of the devices that compute, their number, and one's memory and free memory."""
+    count = 1
     if on_jax:
         import jax
 
-        device = jax.local_devices()[0]
+        device, count = jax.local_devices()[0], jax.device_count()
         # CPU devices report no statistics, so use the machine's memory.
         statistics = device.memory_stats() or {}
         if "bytes_limit" in statistics:
             total = statistics["bytes_limit"]
-            return device.device_kind, total, total - statistics.get("bytes_in_use", 0)
+            return device.device_kind, count, total, total - statistics.get("bytes_in_use", 0)
     import psutil
 
     memory = psutil.virtual_memory()
-    return "the CPU", memory.total, memory.available
+    return "the CPU", count, memory.total, memory.available
 
 
 # ---- The flags: t5's, with or without importing t5, and our own ----------------------------------

@@ -22,7 +22,7 @@ from t0repro.cli.rank_eval_options import (
     ResultOptions,
     TaskOptions,
 )
-from t0repro.cli.results import echo, print_written
+from t0repro.cli.results import echo, print_columns, print_written
 from t0repro.converters import released
 from t0repro.errors import UserError
 from t0repro.evaluation.opened import check_checkpoint, open_adapter_at
@@ -47,7 +47,7 @@ from t0repro.tasks.catalog import catalog
 from t0repro.tasks.readers import HUB_VARIABLE, find_reader
 from t0repro.tasks.user_files import DATA_VARIABLE
 from t0repro.tasks.vocabulary import BYTES, VOCABULARY_VARIABLE, default_vocabulary
-from t0repro.words import columns, sized
+from t0repro.words import sized
 
 PLAN = "plan.json"
 """In the output folder: what was asked for, and the plan that was agreed to."""
@@ -208,8 +208,7 @@ def _print_plan(
     for each in plan.rows:
         size = "by hand" if each.to_fetch is None else sized(each.to_fetch) if each.to_fetch else ""
         rows.append((each.dataset, each.split, str(each.prompts), f"{each.inputs:,}", size))
-    for line in columns(rows):
-        echo(line)
+    print_columns(rows)
     for each in plan.rows:
         if each.to_fetch is None:
             echo(f"Without {each.dataset}, which may not be redistributed. {each.how}")

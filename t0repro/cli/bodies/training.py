@@ -13,11 +13,7 @@ import gin
 from t0repro.cli.bodies.registration import register_for_training
 from t0repro.cli.options import tracked_training
 from t0repro.cli.t5x_options import T5xOptions
-from t0repro.cloud.auxiliary import (
-    auxiliary_jobs_during_training,
-    check_jobs,
-    hand_on_skip_missing,
-)
+from t0repro.cloud.auxiliary import auxiliary_jobs_during_training, check_jobs, hand_on_skip_missing
 from t0repro.cloud.auxiliary_options import AuxiliaryOptions
 from t0repro.cloud.trackers.table import TrackerName
 from t0repro.config.combinations import check_has_base

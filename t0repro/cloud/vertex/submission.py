@@ -88,20 +88,6 @@ def prepare(request: Request, config: JobConfig, place: Place) -> PreparedJob:
     return PreparedJob(spec, staged)
 
 
-def create_custom_job(request: Request, config: JobConfig, place: Place) -> Any:
-    """Copies a job's gin files to staging and returns the job, not yet submitted.
-
-    Returns:
-      A google.cloud.aiplatform.CustomJob, to `submit`.
-
-    Raises:
-      UserError: If the bucket is missing or refuses, with nothing left in it.
-    """
-    prepared = prepare(request, config, place)
-    staging.upload(prepared.staged, storage_client(place.project))
-    return _custom_job(prepared, place)
-
-
 def submit(request: Request, config: JobConfig, place: Place) -> str:
     """Starts a job that is not tracked and returns its resource name.
 
@@ -159,26 +145,20 @@ def _staged_files(staged: StagedFiles, storage: Any) -> Iterator[None]:
         raise
 
 
-def _custom_job(prepared: PreparedJob, place: Place) -> Any:
-    """The google.cloud.aiplatform.CustomJob of a specification; nothing is sent."""
-    spec = prepared.spec
-    return connect(place).CustomJob(
-        display_name=spec.display_name,
-        worker_pool_specs=spec.worker_pool_specs,
-        # By this address a job leads to its staged files, and to what tracks it.
-        base_output_dir=prepared.staged.folder,
-        labels=dict(spec.labels),
-        staging_bucket=place.staging_bucket,
-    )
-
-
 def _submit_prepared(prepared: PreparedJob, place: Place) -> str:
     """Starts a job and returns its resource name."""
     from google.api_core import exceptions
 
     spec = prepared.spec
     with cloud_errors("create the job", where=spec.display_name):
-        job = _custom_job(prepared, place)
+        job = connect(place).CustomJob(
+            display_name=spec.display_name,
+            worker_pool_specs=spec.worker_pool_specs,
+            # By this address a job leads to its staged files, and to what tracks it.
+            base_output_dir=prepared.staged.folder,
+            labels=dict(spec.labels),
+            staging_bucket=place.staging_bucket,
+        )
         try:
             job.submit(service_account=spec.service_account, network=spec.network)
         except (exceptions.ServerError, exceptions.RetryError):
