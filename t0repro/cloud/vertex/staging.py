@@ -131,23 +131,6 @@ def _includes(path: Path) -> Iterator[str]:
             yield posixpath.normpath(statement.filename) if statement.filename else ""
 
 
-def upload(staged: StagedFiles, client: Any) -> None:
-    """Writes the files; if one fails, removes those that were written.
-
-    Raises:
-      UserError: If the bucket is missing, or refuses.
-    """
-    bucket, prefix = split_address(staged.folder)
-    try:
-        for name, data in staged.files.items():
-            write(client, f"{staged.folder}/{name}", data)
-    # Ctrl-C must not leave anything behind either.
-    except BaseException:
-        with contextlib.suppress(UserError):  # the first error says more
-            remove(client, bucket, prefix)
-        raise
-
-
 def write(client: Any, address: str, data: bytes) -> None:
     """Writes one object.
 

@@ -135,10 +135,12 @@ def submit_and_track(
 
 @contextlib.contextmanager
 def _staged_files(staged: StagedFiles, storage: Any) -> Iterator[None]:
-    """Copies files for a job that is submitted in the block; removes them if the block fails."""
-    staging.upload(staged, storage)
+    """Copies files for a job that is submitted in the block; removes them if anything fails."""
     try:
+        for name, data in staged.files.items():
+            staging.write(storage, f"{staged.folder}/{name}", data)
         yield
+    # Ctrl-C must not leave anything behind either.
     except BaseException:
         with contextlib.suppress(UserError):  # the first error says more
             staging.remove(storage, *staging.split_address(staged.folder))
