@@ -6,7 +6,6 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from t0repro.config.run import EvalRun
 from t0repro.converters.model_files import check_configured
@@ -18,6 +17,7 @@ from t0repro.evaluation.result_lines import print_results
 from t0repro.progress import say
 from t0repro.runs.preflight import check_inference
 from t0repro.runs.restored_checkpoints import (
+    POLL_SECONDS,
     chosen,
     coming,
     generating_model,
@@ -37,7 +37,7 @@ def evaluate_checkpoints(
     *,
     watch: bool = False,
     until: int | None = None,
-    seconds: float | None = None,
+    seconds: float = POLL_SECONDS,
     describe: Callable[[], None] = lambda: None,
 ) -> dict[int, Metrics]:
     """Evaluates each chosen checkpoint that this folder's record lacks.
@@ -46,7 +46,7 @@ def evaluate_checkpoints(
       plan: The evaluation.
       watch: Whether to keep evaluating as new checkpoints appear.
       until: Watching ends after a checkpoint of this step or a later one; None never ends.
-      seconds: Between polls for new checkpoints; None takes the default.
+      seconds: Between polls for new checkpoints.
       describe: Writes config.gin and model-info.txt, once data and checkpoints are found.
 
     Returns:
@@ -82,7 +82,7 @@ def evaluate_checkpoints(
 
 
 def _checkpoints(
-    plan: EvalRun, watch: bool, until: int | None, seconds: float | None
+    plan: EvalRun, watch: bool, until: int | None, seconds: float
 ) -> Iterator[CheckpointRef]:
     if not watch:
         refs = chosen(plan.restore)
@@ -90,8 +90,7 @@ def _checkpoints(
             check_configured(ref, plan.model)
             check_own_tokenizer(ref, plan.input_vocabulary, plan.output_vocabulary)
         return iter(refs)
-    options: dict[str, Any] = {} if seconds is None else {"seconds": seconds}
-    return coming(plan.restore, until, **options)
+    return coming(plan.restore, until, seconds)
 
 
 class EvaluatedCheckpoints:

@@ -115,33 +115,30 @@ def variants(config: TrainRun, partitioning: Partitioning) -> Iterator[tuple[str
     """The variants to try, each on top of the one before: what costs least time comes first."""
     changes: dict[str, str] = {}
 
-    def with_change(kind: str, text: str) -> tuple[str, TrainRun]:
+    def changed(kind: str, text: str, **parts: Any) -> tuple[str, TrainRun]:
+        nonlocal config
+        config = dataclasses.replace(config, **parts)
         changes[kind] = text
         return ", ".join(changes.values()), config
+
+    def recomputing(way: Recompute) -> tuple[str, TrainRun]:
+        model = dataclasses.replace(config.model, recompute=way)
+        return changed("recompute", f"recompute = {way!r}", model=model)
 
     rows, data = config.batch_size // config.num_microbatches, partitioning.data
     # Halve, so that microbatches stay equal.
     while rows % 2 == 0 and rows // 2 >= data:
-        rows //= 2
-        config = dataclasses.replace(config, num_microbatches=2 * config.num_microbatches)
+        rows, count = rows // 2, 2 * config.num_microbatches
         # Costs some utilization: smaller matmuls.
-        yield with_change("parts", f"{config.num_microbatches} microbatches")
+        yield changed("parts", f"{count} microbatches", num_microbatches=count)
     ways = more_recomputation(config.model)
-
-    def recomputing(way: Recompute) -> tuple[str, TrainRun]:
-        nonlocal config
-        model = dataclasses.replace(config.model, recompute=way)
-        config = dataclasses.replace(config, model=model)
-        return with_change("recompute", f"recompute = {way!r}")
-
     # Costs about 1% more FLOPs.
     if "minimal" in ways:
         yield recomputing("minimal")
     # Costs communication that partly overlaps with computation.
     if not config.layout.fully_sharded and data > 1:
         layout = dataclasses.replace(config.layout, fully_sharded=True)
-        config = dataclasses.replace(config, layout=layout)
-        yield with_change("sharding", "full sharding")
+        yield changed("sharding", "full sharding", layout=layout)
     # Costs up to a third more FLOPs: the forward pass runs twice.
     if "full" in ways:
         yield recomputing("full")
@@ -150,8 +147,7 @@ def variants(config: TrainRun, partitioning: Partitioning) -> Iterator[tuple[str
     while data % 2 == 0 and config.model.num_heads % (2 * parts) == 0:
         parts, data = 2 * parts, data // 2
         layout = dataclasses.replace(config.layout, data=data, model=parts, topology=None)
-        config = dataclasses.replace(config, layout=layout)
-        yield with_change("model", f"model parallelism {parts}")
+        yield changed("model", f"model parallelism {parts}", layout=layout)
 
 
 def format_gib(size: float) -> str:

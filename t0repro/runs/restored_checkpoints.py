@@ -67,11 +67,7 @@ def is_there(restore: RestoreConfig) -> bool:
     return broadcast_from_first(found)
 
 
-def coming(
-    restore: RestoreConfig,
-    until: int | None = None,
-    seconds: float = POLL_SECONDS,
-) -> Iterator[CheckpointRef]:
+def coming(restore: RestoreConfig, until: int | None, seconds: float) -> Iterator[CheckpointRef]:
     """Yields checkpoints as they appear in a folder, each once, starting with the existing ones.
 
     Mode "latest" skips a checkpoint that has a successor by the time it would be evaluated.
