@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -21,6 +21,8 @@ from t0repro.words import without_passwords
 
 if TYPE_CHECKING:
     from t0repro.config.run import Run
+    from t0repro.reports.make_report import ReportOptions
+    from t0repro.reports.prompts import PromptInfo
 
 
 DEFAULT_MODULE = "t0repro.tasks.t0"
@@ -265,3 +267,33 @@ class ReportHead:
         ),
     ] = None
     resamples: Resamples = 4000
+
+    def report_options(
+        self,
+        prompts: Mapping[str, PromptInfo],
+        datasets: Iterable[str] = (),
+        seed: int = 0,
+        **more: Any,
+    ) -> ReportOptions:
+        """The options of the report.
+
+        Args:
+          prompts: task name -> its prompt.
+          datasets: labels of datasets that were trained on besides the mixtures'; no module need
+            register their tasks.
+          seed: of the intervals.
+          **more: further options.
+        """
+        from t0repro.reports.make_report import ReportOptions
+        from t0repro.reports.prompts import training_datasets, training_tasks
+        from t0repro.reports.statistics import Bootstrap
+
+        trained = training_tasks(self.train_mixture or ())
+        return ReportOptions(
+            title=self.title,
+            bootstrap=Bootstrap(replicates=self.resamples, seed=seed),
+            # None if nothing was named: then it is unknown which datasets are held out.
+            training_datasets=training_datasets(trained, prompts) | set(datasets) or None,
+            training_tasks=trained,
+            **more,
+        )

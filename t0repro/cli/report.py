@@ -25,16 +25,15 @@ from t0repro.errors import UserError
 from t0repro.lm_eval.results import import_results
 from t0repro.reports.comparison_page import history_page, losses_in_words, scores_in_words
 from t0repro.reports.history import read_history
-from t0repro.reports.make_report import ExtraContent, ReportOptions, make_report
+from t0repro.reports.make_report import ExtraContent, make_report
 from t0repro.reports.page_terminal import print_page
-from t0repro.reports.prompts import PromptInfo, load_prompts, training_datasets, training_tasks
+from t0repro.reports.prompts import load_prompts
 from t0repro.reports.provenance import default_label
 from t0repro.reports.report import Report, load_report
 from t0repro.reports.report_files import write_report
 from t0repro.reports.report_page import brief_page
 from t0repro.reports.run import Run, find_evaluation, labeled
 from t0repro.reports.sharing import share_report
-from t0repro.reports.statistics import Bootstrap
 from t0repro.runs.verify import detection_probability, not_verified
 from t0repro.runs.verify import verify as verify_report
 from t0repro.storage import lock_folder
@@ -156,9 +155,17 @@ def make(
     # A mixture that was trained on is T0's unless another module is named.
     modules = modules_or_t0(module_import) if head.train_mixture else module_import or ()
     prompts = load_prompts(modules)
-    options = _report_options(head, shown, recorded, seed, prompts)
     reasons = (f"Left out {task}: {why}." for task, why in left_out.items())
-    options = dataclasses.replace(options, notes=(*options.notes, *reasons))
+    options = head.report_options(
+        prompts,
+        recorded.train_dataset or (),
+        seed,
+        checkpoint=recorded.checkpoint,
+        device=recorded.device,
+        duration_seconds=recorded.duration,
+        notes=(*(shown.note or ()), *reasons),
+        overlap=read_overlap(shown.overlap) if shown.overlap else None,
+    )
     label = head.label or default_label(eval_dir, step, recorded.checkpoint)
     report = make_report(Run(label, eval_dir, step), prompts, options, _extra_content(label, shown))
     # Two commands that write into one folder would mix their files.
@@ -274,30 +281,6 @@ def history(
     folder, _ = find_evaluation(eval_dir)
     found = read_history(folder, load_prompts(module_import or ()))
     show_page("history", history_page(found), found, out, as_json=as_json)
-
-
-def _report_options(
-    head: ReportHead,
-    shown: ContentOptions,
-    recorded: RecordOptions,
-    seed: int,
-    prompts: Mapping[str, PromptInfo],
-) -> ReportOptions:
-    trained = training_tasks(head.train_mixture or ())
-    # Datasets may be named without a module that registers their tasks.
-    datasets = training_datasets(trained, prompts) | set(recorded.train_dataset or ())
-    return ReportOptions(
-        title=head.title,
-        bootstrap=Bootstrap(replicates=head.resamples, seed=seed),
-        # None if nothing was named: then it is unknown which datasets are held out.
-        training_datasets=datasets or None,
-        training_tasks=trained,
-        checkpoint=recorded.checkpoint,
-        device=recorded.device,
-        duration_seconds=recorded.duration,
-        notes=tuple(shown.note or ()),
-        overlap=read_overlap(shown.overlap) if shown.overlap else None,
-    )
 
 
 def _extra_content(label: str, shown: ContentOptions) -> ExtraContent:

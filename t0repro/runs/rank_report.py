@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from t0repro.reports.history import read_history
 from t0repro.reports.make_report import ExtraContent, ReportOptions, make_report
-from t0repro.reports.prompts import PromptInfo, training_datasets
+from t0repro.reports.prompts import PromptInfo
 from t0repro.reports.report import Report
 from t0repro.reports.report_files import write_report
 from t0repro.reports.run import Run
 from t0repro.reports.score_tables import write_tables
-from t0repro.reports.statistics import Bootstrap
 from t0repro.runs.rank_eval import Outcome, reasons_in_words
 
 
@@ -22,12 +22,9 @@ def write_results(
     steps: Sequence[int],
     out: str | os.PathLike[str],
     prompts: Mapping[str, PromptInfo],
-    trained: Collection[str],
+    options: ReportOptions,
     *,
     label: str,
-    title: str,
-    resamples: int,
-    extras: Sequence[str],
 ) -> tuple[Report, list[Path]]:
     """Writes report.json, .md and .html and, if tasks were ranked, scores.csv and .parquet.
 
@@ -36,11 +33,8 @@ def write_results(
       steps: the evaluated steps; the report is of the last, with the accuracies of all.
       out: the results folder.
       prompts: task name -> its prompt.
-      trained: names of the tasks trained on.
+      options: the report's, but for the outcome's tasks and notes.
       label: what to call the run.
-      title: the report's heading.
-      resamples: random weightings of the examples for each interval.
-      extras: see ReportOptions.
 
     Returns:
       The report and the paths of the files.
@@ -48,16 +42,7 @@ def write_results(
     # Empty tasks have no files.
     ranked = [name for name in outcome.tasks if name not in outcome.empty]
     decoded = [name for name in outcome.generated if name not in outcome.empty]
-    options = ReportOptions(
-        title=title,
-        bootstrap=Bootstrap(replicates=resamples),
-        # None, not an empty set: then no dataset can be called held out.
-        training_datasets=training_datasets(trained, prompts) or None,
-        training_tasks=trained,
-        tasks=[*ranked, *decoded],
-        extras=extras,
-        notes=_notes(outcome),
-    )
+    options = dataclasses.replace(options, tasks=[*ranked, *decoded], notes=_notes(outcome))
     history = None
     if ranked and len(steps) > 1:
         history = read_history(outcome.folder, prompts, steps, ranked)

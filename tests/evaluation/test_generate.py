@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from t0repro.cli.options import ReportHead
 from t0repro.config.decoding import GREEDY
 from t0repro.errors import UserError
 from t0repro.evaluation.evaluation_folder import EvaluationSettings
@@ -70,8 +71,10 @@ def test_prompts_with_choices_are_ranked_and_others_decoded_in_one_report(
     checkpoint, outcome = evaluate(model_dir, tmp_path, prompts, SETTINGS, mixture)
     assert (outcome.tasks, outcome.generated) == ((f"{RANKED}_score_eval",), (DECODED,))
     assert (outcome.scored, outcome.decoded) == (16, 4)
-    names = {"label": "jax", "title": "Both", "resamples": 100, "extras": []}
-    report, paths = write_results(outcome, [7], tmp_path, prompts, {RANKED}, **names)
+    options = ReportHead(title="Both", train_mixture=[RANKED], resamples=100).report_options(
+        prompts
+    )
+    report, paths = write_results(outcome, [7], tmp_path, prompts, options, label="jax")
     assert [p.task for d in report.datasets for p in d.prompts] == [f"{RANKED}_score_eval"]
     (found,) = report.generation
     assert (found.task, found.examples, found.group) == (DECODED, 4, "held_out_datasets")

@@ -371,9 +371,8 @@ def test_inputs_and_choices_that_were_cut_are_counted(model_dir, prompts, tmp_pa
     record = read_records(outcome.folder, 7)[task]
     assert (record["cut_inputs"], record["cut_targets"]) == tuple(expected.values())
     assert expected["inputs"] and bool(expected["targets"]) == (lengths["targets"] == 3)
-    report, _ = write_results(
-        outcome, [7], tmp_path, prompts, (), label="jax", title="Cut", resamples=100, extras=()
-    )
+    options = ReportOptions("Cut", Bootstrap(100))
+    report, _ = write_results(outcome, [7], tmp_path, prompts, options, label="jax")
     (cost,) = report.tasks
     assert (cost.cut_inputs, cost.cut_targets) == tuple(expected.values())
     text = f"{expected['inputs']:,} of {record['inputs']:,} inputs"

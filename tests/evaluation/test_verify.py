@@ -19,9 +19,11 @@ from t0repro.evaluation.reading import TaskReader
 from t0repro.progress import heard_by
 from t0repro.reports import make_report as making
 from t0repro.reports import score_tables
+from t0repro.reports.make_report import ReportOptions
 from t0repro.reports.report import load_report
 from t0repro.reports.report_files import write_report
 from t0repro.reports.run import Run
+from t0repro.reports.statistics import Bootstrap
 from t0repro.runs import rank_eval, rank_report
 from t0repro.runs import verify as runs_verify
 from t0repro.runs.verified_cells import chosen_cells
@@ -40,9 +42,8 @@ def reported(model_dir, prompts, tmp_path_factory):
     with heard_by(lambda text: None), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         outcome = rank_eval.rank_eval(checkpoint, "demo_eval_score_eval", out, SETTINGS)
-    rank_report.write_results(
-        outcome, [7], out, prompts, (), label="jax", title="Demo", resamples=100, extras=()
-    )
+    options = ReportOptions("Demo", Bootstrap(100))
+    rank_report.write_results(outcome, [7], out, prompts, options, label="jax")
     return out
 
 

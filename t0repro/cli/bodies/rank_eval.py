@@ -44,7 +44,7 @@ from t0repro.partitioning.processes import (
 )
 from t0repro.progress import say, working
 from t0repro.reports.page_terminal import print_page
-from t0repro.reports.prompts import PromptInfo, load_prompts, training_tasks
+from t0repro.reports.prompts import PromptInfo, load_prompts
 from t0repro.reports.provenance import checkpoint_name
 from t0repro.reports.report import Report
 from t0repro.reports.report_page import brief_page
@@ -80,14 +80,9 @@ def run(
     add_step = results.add_step or len(steps) > 1
     settings = _settings(asked, tasks, results, computation)
     extras = [] if results.normalize == "none" else [results.normalize]
-    write = functools.partial(
-        write_results,
-        prompts=_prompts(tasks, asked.mixture, settings),
-        trained=training_tasks(head.train_mixture or ()),
-        title=head.title,
-        resamples=head.resamples,
-        extras=[*extras, *(["calibrated"] if results.calibrated else [])],
-    )
+    extras += ["calibrated"] * results.calibrated
+    prompts = _prompts(tasks, asked.mixture, settings)
+    options = head.report_options(prompts, extras=extras)
     check_folder(asked.out, "--out")
     check_trackers(results.tracker)
     parallel = computation.model_parallelism
@@ -109,7 +104,8 @@ def run(
                 return open_checkpoint(path, step, settings.activation, parallel)
 
         for label, checkpoints in _opened(open_step, steps, adapters):
-            named = functools.partial(write, label=label or head.label or checkpoint_name(path))
+            name = label or head.label or checkpoint_name(path)
+            write = functools.partial(write_results, prompts=prompts, options=options, label=name)
             with for_people(asked.as_json):
                 reports[label] = _evaluate(
                     checkpoints,
@@ -117,7 +113,7 @@ def run(
                     asked.mixture,
                     out / label,
                     settings,
-                    named,
+                    write,
                     results,
                     add_step=add_step,
                 )
