@@ -18,71 +18,63 @@ from t0repro.tasks.prompt_cache.cache import Summary, cache_tasks, default_worke
 from t0repro.tasks.prompt_cache.plan import Request
 from t0repro.words import counted
 
-_Folder = Annotated[
-    Path,
-    typer.Option(
-        "--cache_dir",
-        "--output_cache_dir",  # the name in seqio_cache_tasks
-        callback=output,
-        help="Folder to write the tasks' caches to.",
-    ),
-]
-_Tasks = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Task names, separated by commas; * matches anything; repeatable.", metavar="<globs>"
-    ),
-]
-_Mixtures = Annotated[
-    list[str] | None,
-    typer.Option(help="Mixtures whose tasks to cache, separated by commas; repeatable."),
-]
-_Splits = Annotated[
-    list[str] | None,
-    typer.Option(help="Only these splits, separated by commas; repeatable.", show_default="all"),
-]
-_SkipMissing = Annotated[
-    bool,
-    typer.Option(
-        "--skip_missing",
-        help="Leave out splits whose rows are missing, and list them. Without it, only splits that"
-        " are neither trained on nor ranked may be missing.",
-    ),
-]
-_Workers = Annotated[
-    int | None,
-    typer.Option(min=1, help="Number of processes.", show_default="one per processor"),
-]
-_Seed = Annotated[
-    int,
-    typer.Option(min=0, help="Seed for templates' random choices and the order of examples."),
-]
-_MinShards = Annotated[
-    int, typer.Option(min=1, max=99999, help="Minimum number of files per split.")
-]
-_BeamOptions = Annotated[
-    str | None,
-    typer.Option(
-        "--beam_options",
-        help="Run on Beam, with the runner that these options name.",
-        metavar="--runner=NAME,...",
-    ),
-]
-
 
 def cache(
-    cache_dir: _Folder,
-    tasks: _Tasks = None,
-    mixture: _Mixtures = None,
+    cache_dir: Annotated[
+        Path,
+        typer.Option(
+            "--cache_dir",
+            "--output_cache_dir",  # the name in seqio_cache_tasks
+            callback=output,
+            help="Folder to write the tasks' caches to.",
+        ),
+    ],
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Task names, separated by commas; * matches anything; repeatable.",
+            metavar="<globs>",
+        ),
+    ] = None,
+    mixture: Annotated[
+        list[str] | None,
+        typer.Option(help="Mixtures whose tasks to cache, separated by commas; repeatable."),
+    ] = None,
     module_import: ModulesOrT0 = None,
     templates: Templates = None,
-    splits: _Splits = None,
-    skip_missing: _SkipMissing = False,
-    workers: _Workers = None,
-    seed: _Seed = 0,
+    splits: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Only these splits, separated by commas; repeatable.", show_default="all"
+        ),
+    ] = None,
+    skip_missing: Annotated[
+        bool,
+        typer.Option(
+            "--skip_missing",
+            help="Leave out splits whose rows are missing, and list them. Without it, only splits"
+            " that are neither trained on nor ranked may be missing.",
+        ),
+    ] = False,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of processes.", show_default="one per processor"),
+    ] = None,
+    seed: Annotated[
+        int,
+        typer.Option(min=0, help="Seed for templates' random choices and the order of examples."),
+    ] = 0,
     # As many as SeqIO's reader interleaves; within a file, examples are shuffled already.
-    min_shards: _MinShards = 16,
-    beam_options: _BeamOptions = None,
+    min_shards: Annotated[
+        int, typer.Option(min=1, max=99999, help="Minimum number of files per split.")
+    ] = 16,
+    beam_options: Annotated[
+        str | None,
+        typer.Option(
+            help="Run on Beam, with the runner that these options name.",
+            metavar="--runner=NAME,...",
+        ),
+    ] = None,
 ) -> None:
     r"""Cache prompted tasks in SeqIO's format; keeps tasks that are already cached.
 

@@ -26,39 +26,32 @@ from t0repro.words import counted
 Given = tuple[str | None, Path]
 
 
-_Runs = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="[LABEL=]A [LABEL=]B ...",
-        help="metrics.jsonl files, to compare losses; or evaluation folders, rank-eval folders or"
-        " reports, to compare scores, predictions and accuracies. All are compared with the first,"
-        " and models with each other; runs with one label are a model's seeds.",
-    ),
-]
-_Tolerance = Annotated[
-    float | None,
-    typer.Option(
-        "--tol",
-        min=0,
-        help="Exit with 1 if a loss differs by more than this (relative to the first run's), a"
-        " score differs by more per target token, or an example is predicted differently.",
-    ),
-]
-_Steps = Annotated[
-    list[int] | None,
-    typer.Option(help="Step of each run, in their order.", show_default="the latest"),
-]
-_PageOut = Annotated[
-    Path | None,
-    typer.Option("--out", callback=output, help="Folder for compare.json, .md and .html."),
-]
-
-
 def compare(
-    runs: _Runs,
-    tol: _Tolerance = None,
-    step: _Steps = None,
-    out: _PageOut = None,
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[LABEL=]A [LABEL=]B ...",
+            help="metrics.jsonl files, to compare losses; or evaluation folders, rank-eval folders"
+            " or reports, to compare scores, predictions and accuracies. All are compared with the"
+            " first, and models with each other; runs with one label are a model's seeds.",
+        ),
+    ],
+    tol: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Exit with 1 if a loss differs by more than this (relative to the first run's), a"
+            " score differs by more per target token, or an example is predicted differently.",
+        ),
+    ] = None,
+    step: Annotated[
+        list[int] | None,
+        typer.Option(help="Step of each run, in their order.", show_default="the latest"),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(callback=output, help="Folder for compare.json, .md and .html."),
+    ] = None,
     module_import: Modules = None,
     resamples: Resamples = 4000,
     seed: BootstrapSeed = 0,

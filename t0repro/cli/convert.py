@@ -19,90 +19,9 @@ from t0repro.words import counted, sized
 _Format = Literal["mtf", "t5x", "jax", "hf", "peft", "adapter"]
 _SourceFormat = Literal["auto", "mtf", "t5x", "jax", "hf", "peft"]
 
-_Source = Annotated[
-    str,
-    typer.Argument(
-        callback=source,
-        help="A model_dir, a checkpoint_<step> directory, a prefix .../model.ckpt-<step>, or a"
-        " directory of Hugging Face's or PEFT's; local or at any address that fsspec opens.",
-    ),
-]
 Target = Annotated[
     str, typer.Argument(callback=target, help="The directory to write, or an unused address.")
 ]
-_To = Annotated[
-    _Format,
-    typer.Option(
-        help="The format to write. An adapter is merged into its base, except with peft (PEFT's"
-        " format) and adapter (as a training run saves it), which write the adapter alone."
-    ),
-]
-_Base = Annotated[
-    str | None,
-    typer.Option(
-        callback=source,
-        help="The base of an adapter.",
-        show_default="where the adapter says that it is",
-    ),
-]
-_From = Annotated[_SourceFormat, typer.Option("--from", help="The format of SRC.")]
-_SourceStep = Annotated[
-    int | None, typer.Option(help="The step of SRC to convert.", show_default="the latest")
-]
-_GinFile = Annotated[
-    str | None,
-    typer.Option(
-        callback=source,
-        help="The gin file that the model was trained with, written beside the checkpoint as"
-        " operative_config.gin. The sizes that it binds must match SRC's.",
-        show_default="SRC's own",
-    ),
-]
-_DType = Annotated[DType | None, typer.Option(help="Type of the parameters.", show_default="SRC's")]
-_MasterDType = Annotated[
-    DType | None,
-    typer.Option(
-        help="Mesh TensorFlow's name for --dtype (mtf only). Mesh TensorFlow restores a checkpoint"
-        " only into variables of the type that the gin file binds.",
-        show_default="what --gin_file binds",
-    ),
-]
-_Scan = Annotated[
-    bool, typer.Option(help="Stack the layers, as T5X's scalable_t5 does (t5x only).")
-]
-# One at a time: if a directory has one of Orbax's files, T5X reads all of it as Orbax's.
-_Layout = Annotated[
-    Literal["legacy", "orbax"] | None,
-    typer.Option(
-        help="Layout of T5X's checkpoints: legacy (msgpack and Zarr) or orbax (t5x only). T5X's"
-        " checkpoint managers read both.",
-        show_default="legacy",
-    ),
-]
-_Slots = Annotated[bool, typer.Option(help="Also convert the optimizer's slots.")]
-# That importer leaves the two slots of a square matrix exchanged (docs/t5x_slots.md).
-_ImporterSlots = Annotated[
-    bool,
-    typer.Option(
-        "--t5x-importer-slots",
-        help="The T5X side has the slots of square matrices as T5X's own importer leaves them.",
-    ),
-]
-_Vocabulary = Annotated[
-    Path | None, typer.Option(help="A SentencePiece model, for hf's tokenizer files.")
-]
-_VocabularySize = Annotated[
-    int | None, typer.Option(help="Pad the vocabulary with zeros, or cut it, to this size.")
-]
-_NormNames = Annotated[
-    Literal["rms_norm", "layer_norm"] | None,
-    typer.Option(
-        help="How Mesh TensorFlow's variables spell the norms; T5 1.0's released checkpoints have"
-        " layer_norm.",
-        show_default="as the checkpoint that the model came from",
-    ),
-]
-_DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything and write nothing.")]
 Force = Annotated[
     bool, typer.Option("--force", help="Write into the target even if it exists; other files stay.")
 ]
@@ -112,23 +31,92 @@ _FILES_OF_CHECKPOINTS = (".safetensors", ".msgpack", ".bin", ".pt", ".npz", ".in
 
 
 def convert(
-    src: _Source,
+    src: Annotated[
+        str,
+        typer.Argument(
+            callback=source,
+            help="A model_dir, a checkpoint_<step> directory, a prefix .../model.ckpt-<step>, or a"
+            " directory of Hugging Face's or PEFT's; local or at any address that fsspec opens.",
+        ),
+    ],
     dst: Target,
-    to: _To,
-    source: _From = "auto",
-    step: _SourceStep = None,
-    base: _Base = None,
-    gin_file: _GinFile = None,
-    dtype: _DType = None,
-    master_dtype: _MasterDType = None,
-    scan: _Scan = False,
-    layout: _Layout = None,
-    slots: _Slots = True,
-    t5x_importer_slots: _ImporterSlots = False,
-    vocab: _Vocabulary = None,
-    vocab_size: _VocabularySize = None,
-    mtf_norm_names: _NormNames = None,
-    dry_run: _DryRun = False,
+    to: Annotated[
+        _Format,
+        typer.Option(
+            help="The format to write. An adapter is merged into its base, except with peft (PEFT's"
+            " format) and adapter (as a training run saves it), which write the adapter alone."
+        ),
+    ],
+    source: Annotated[_SourceFormat, typer.Option("--from", help="The format of SRC.")] = "auto",
+    step: Annotated[
+        int | None, typer.Option(help="The step of SRC to convert.", show_default="the latest")
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            callback=source,
+            help="The base of an adapter.",
+            show_default="where the adapter says that it is",
+        ),
+    ] = None,
+    gin_file: Annotated[
+        str | None,
+        typer.Option(
+            callback=source,
+            help="The gin file that the model was trained with, written beside the checkpoint as"
+            " operative_config.gin. The sizes that it binds must match SRC's.",
+            show_default="SRC's own",
+        ),
+    ] = None,
+    dtype: Annotated[
+        DType | None, typer.Option(help="Type of the parameters.", show_default="SRC's")
+    ] = None,
+    master_dtype: Annotated[
+        DType | None,
+        typer.Option(
+            help="Mesh TensorFlow's name for --dtype (mtf only). Mesh TensorFlow restores a"
+            " checkpoint only into variables of the type that the gin file binds.",
+            show_default="what --gin_file binds",
+        ),
+    ] = None,
+    scan: Annotated[
+        bool, typer.Option(help="Stack the layers, as T5X's scalable_t5 does (t5x only).")
+    ] = False,
+    # One at a time: if a directory has one of Orbax's files, T5X reads all of it as Orbax's.
+    layout: Annotated[
+        Literal["legacy", "orbax"] | None,
+        typer.Option(
+            help="Layout of T5X's checkpoints: legacy (msgpack and Zarr) or orbax (t5x only). T5X's"
+            " checkpoint managers read both.",
+            show_default="legacy",
+        ),
+    ] = None,
+    slots: Annotated[bool, typer.Option(help="Also convert the optimizer's slots.")] = True,
+    # That importer leaves the two slots of a square matrix exchanged (docs/t5x_slots.md).
+    t5x_importer_slots: Annotated[
+        bool,
+        typer.Option(
+            "--t5x-importer-slots",
+            help="The T5X side has the slots of square matrices as T5X's own importer leaves them.",
+        ),
+    ] = False,
+    vocab: Annotated[
+        Path | None, typer.Option(help="A SentencePiece model, for hf's tokenizer files.")
+    ] = None,
+    vocab_size: Annotated[
+        int | None, typer.Option(help="Pad the vocabulary with zeros, or cut it, to this size.")
+    ] = None,
+    mtf_norm_names: Annotated[
+        Literal["rms_norm", "layer_norm"] | None,
+        typer.Option(
+            help="How Mesh TensorFlow's variables spell the norms; T5 1.0's released checkpoints"
+            " have layer_norm.",
+            show_default="as the checkpoint that the model came from",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything and write nothing.")
+    ] = False,
     force: Force = False,
 ) -> None:
     """Convert a checkpoint between Mesh TensorFlow, T5X, JAX and Hugging Face, slots included.

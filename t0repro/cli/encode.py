@@ -44,7 +44,7 @@ def encode(
     ] = None,
     too_long: Annotated[
         Literal["cut", "error"],
-        typer.Option("--too_long", help="Cut longer texts and say how many, or refuse them."),
+        typer.Option(help="Cut longer texts and say how many, or refuse them."),
     ] = "cut",
     vocab: Annotated[
         str | None,
@@ -60,7 +60,6 @@ def encode(
     batch_size: Annotated[
         int | None,
         typer.Option(
-            "--batch_size",
             min=1,
             help="Texts on the devices at once; it changes no bit of the result.",
             show_default="auto",

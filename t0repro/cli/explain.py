@@ -48,7 +48,6 @@ def explain(
     model_dir: Annotated[
         str,
         typer.Option(
-            "--model_dir",
             callback=source,
             help="The run's model_dir; without --gin_file, its own gin file is read.",
         ),

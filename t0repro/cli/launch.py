@@ -54,7 +54,7 @@ class MachineOptions:
 @with_groups
 def launch(
     context: typer.Context,
-    to: Annotated[CommandLauncher, typer.Option("--to", help="What starts the command.")],
+    to: Annotated[CommandLauncher, typer.Option(help="What starts the command.")],
     where: MachineOptions,
     name: Annotated[str, typer.Option(help="The job's name there.")] = "t0repro",
     processes: Annotated[

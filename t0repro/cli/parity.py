@@ -30,46 +30,36 @@ class Injected(StrEnum):
     no_shift = "no-shift"
 
 
-_Out = Annotated[
-    Path, typer.Option("--out", callback=output, help="A folder for the report and the states.")
-]
-_Steps = Annotated[int, typer.Option("--steps", min=1, help="Number of training steps.")]
-_Start = Annotated[
-    str | None,
-    typer.Option(
-        "--from",
-        callback=source,
-        help="The checkpoint to start from, in any format.",
-        show_default="Mesh TensorFlow's initial parameters",
-    ),
-]
-_DType = Annotated[
-    DType,
-    typer.Option("--dtype", help="Type of activations; bfloat16 is reported but not judged."),
-]
-_EvalTask = Annotated[
-    str | None,
-    typer.Option("--eval_task", help="A task whose log-likelihoods to compare as well."),
-]
-_Inject = Annotated[
-    Injected | None,
-    typer.Option(
-        "--inject", help="Inject a known error into the JAX side; the comparison must find it."
-    ),
-]
-
-
 @with_groups
 def parity(
-    out: _Out,
+    out: Annotated[
+        Path, typer.Option(callback=output, help="A folder for the report and the states.")
+    ],
     skipped: SkippedNames,
     gin: GinOptions,
     module_import: Modules = None,
-    steps: _Steps = 20,
-    start: _Start = None,
-    dtype: _DType = "float32",
-    eval_task: _EvalTask = None,
-    inject: _Inject = None,
+    steps: Annotated[int, typer.Option(min=1, help="Number of training steps.")] = 20,
+    start: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            callback=source,
+            help="The checkpoint to start from, in any format.",
+            show_default="Mesh TensorFlow's initial parameters",
+        ),
+    ] = None,
+    dtype: Annotated[
+        DType,
+        typer.Option(help="Type of activations; bfloat16 is reported but not judged."),
+    ] = "float32",
+    eval_task: Annotated[
+        str | None,
+        typer.Option(help="A task whose log-likelihoods to compare as well."),
+    ] = None,
+    inject: Annotated[
+        Injected | None,
+        typer.Option(help="Inject a known error into the JAX side; the comparison must find it."),
+    ] = None,
     demo: Demo = False,
     as_json: AsJson = False,
 ) -> None:

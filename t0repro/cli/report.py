@@ -49,17 +49,6 @@ app = App(
 _Report = Annotated[
     Path, typer.Argument(metavar="REPORT", help="A report.json, or the folder that holds it.")
 ]
-_EvalDir = Annotated[Path, typer.Argument(help="The <split>_eval folder to report on.")]
-_Out = Annotated[Path, typer.Option("--out", callback=output, help="Folder for the three files.")]
-_Step = Annotated[int | None, typer.Option(help="Step to report.", show_default="the latest")]
-_From = Annotated[
-    Literal["lm-eval"] | None,
-    typer.Option(
-        "--from",
-        help="EVAL_DIR holds lm-evaluation-harness's results (lm_eval --log_samples --output_path);"
-        " its scores are written beside the report.",
-    ),
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,14 +112,23 @@ class RecordOptions:
 @app.command()
 @with_groups
 def make(
-    eval_dir: _EvalDir,
-    out: _Out,
+    eval_dir: Annotated[Path, typer.Argument(help="The <split>_eval folder to report on.")],
+    out: Annotated[Path, typer.Option(callback=output, help="Folder for the three files.")],
     head: ReportHead,
     shown: ContentOptions,
     recorded: RecordOptions,
-    step: _Step = None,
+    step: Annotated[
+        int | None, typer.Option(help="Step to report.", show_default="the latest")
+    ] = None,
     module_import: Modules = None,
-    source: _From = None,
+    source: Annotated[
+        Literal["lm-eval"] | None,
+        typer.Option(
+            "--from",
+            help="EVAL_DIR holds lm-evaluation-harness's results (lm_eval --log_samples"
+            " --output_path); its scores are written beside the report.",
+        ),
+    ] = None,
     seed: BootstrapSeed = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -264,7 +262,7 @@ def history(
     ],
     out: Annotated[
         Path | None,
-        typer.Option("--out", callback=output, help="Folder for history.json, .md and .html."),
+        typer.Option(callback=output, help="Folder for history.json, .md and .html."),
     ] = None,
     module_import: Modules = None,
     as_json: AsJson = False,

@@ -49,7 +49,7 @@ def evaluate(
         typer.Option("--watch", help="Keep evaluating new checkpoints (mode latest or all)."),
     ] = False,
     until: Annotated[
-        int | None, typer.Option("--until", help="With --watch: stop after this step.", min=0)
+        int | None, typer.Option(help="With --watch: stop after this step.", min=0)
     ] = None,
     adapter: _Adapter = None,
 ) -> None:
@@ -77,9 +77,7 @@ def evaluate(
 def infer(
     options: T5xOptions,
     processes: ProcessOptions,
-    shard_id: Annotated[
-        int | None, typer.Option("--shard_id", help="Overrides infer.shard_id.", min=0)
-    ] = None,
+    shard_id: Annotated[int | None, typer.Option(help="Overrides infer.shard_id.", min=0)] = None,
     adapter: _Adapter = None,
 ) -> None:
     r"""Write predictions or scores of examples as JSON lines, as T5X's gin files say.
@@ -179,7 +177,6 @@ def run(
     run_mode: Annotated[
         JobMode,
         typer.Option(
-            "--run_mode",
             parser=run_mode_of(JobMode),
             metavar="MODE",
             help=f"What to do: {', '.join(JobMode)}.",

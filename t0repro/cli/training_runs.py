@@ -57,7 +57,7 @@ def plot(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", callback=output, help="Folder for curves.json, .md and .html."),
+        typer.Option(callback=output, help="Folder for curves.json, .md and .html."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
