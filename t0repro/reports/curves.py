@@ -84,24 +84,10 @@ def read_curves(folders: Sequence[Path], metric: str | None = None) -> tuple[str
         if metric not in found:
             found |= _read_events(folder)
         if not found:
-            if (folder / METRICS_FILE).is_file():
-                what = f"{METRICS_FILE} is empty"
-            else:
-                what = "There are no metrics here" if folder.exists() else "There is no such folder"
-            raise UserError(
-                f"{what}.",
-                where=str(folder),
-                fix="Give the folder of a training run; `t0repro runs DIR` lists those below DIR.",
-            )
+            raise _no_metrics_error(folder)
         known |= found.keys()
-        per_token = found.get(LOSS_PER_TOKEN, {}) if metric == "loss" else {}
-        for place, values in sorted(found.get(metric, {}).items()):
-            title = metric
-            if metric == "loss":
-                # A run that 0.1.0 began has it for its later steps only.
-                in_one_unit = per_token.get(place, {}).keys() >= values.keys()
-                values = per_token[place] if in_one_unit else values
-                title = LOSS if in_one_unit else f"loss of {as_reader_knows(str(folder))}{OWN_UNIT}"
+        for place in sorted(found.get(metric, {})):
+            title, values = _in_one_unit(found, metric, place, folder)
             points = sorted(item for item in values.items() if math.isfinite(item[1]))
             if points:
                 curves[folder, place], titles[folder, place] = points, title
@@ -115,6 +101,32 @@ def read_curves(folders: Sequence[Path], metric: str | None = None) -> tuple[str
     for label, key in zip(_labels(list(curves)), curves, strict=True):
         panels.setdefault(titles[key], {})[label] = curves[key]
     return metric, panels
+
+
+def _no_metrics_error(folder: Path) -> UserError:
+    if (folder / METRICS_FILE).is_file():
+        what = f"{METRICS_FILE} is empty"
+    else:
+        what = "There are no metrics here" if folder.exists() else "There is no such folder"
+    return UserError(
+        f"{what}.",
+        where=str(folder),
+        fix="Give the folder of a training run; `t0repro runs DIR` lists those below DIR.",
+    )
+
+
+def _in_one_unit(
+    found: _Found, metric: str, place: str, folder: Path
+) -> tuple[str, dict[int, float]]:
+    """What a metric's values at a place are, and the values; losses per target token if known."""
+    values = found[metric][place]
+    if metric != "loss":
+        return metric, values
+    per_token = found.get(LOSS_PER_TOKEN, {}).get(place, {})
+    # A run that 0.1.0 began has it for its later steps only.
+    if per_token.keys() >= values.keys():
+        return LOSS, per_token
+    return f"loss of {as_reader_knows(str(folder))}{OWN_UNIT}", values
 
 
 def _labels(curves: Sequence[tuple[Path, str]]) -> list[str]:
