@@ -70,7 +70,9 @@ class Command(_Parsing, TyperCommand):
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """The options' and arguments' names, as `Usage:` shows them."""
-        return _usage(self)
+        arguments: list[Any] = [p for p in self.params if p.param_type_name == "argument"]
+        names = [each.metavar if each.required else f"[{each.metavar}]" for each in arguments]
+        return ["[OPTIONS]", *(name.replace("[[", "[").replace("]]", "]") for name in names)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Writes the options into the help."""
@@ -213,12 +215,6 @@ def _kind(kind: Any) -> str:
         return "|".join(str(getattr(choice, "value", choice)) for choice in kind.choices)
     element = (typing.get_args(kind.annotation) or (kind.annotation,))[0]
     return {int: "number", float: "number", Path: "path"}.get(element, "text")
-
-
-def _usage(command: Any) -> list[str]:
-    arguments = [each for each in command.params if each.param_type_name == "argument"]
-    names = [each.metavar if each.required else f"[{each.metavar}]" for each in arguments]
-    return ["[OPTIONS]", *(name.replace("[[", "[").replace("]]", "]") for name in names)]
 
 
 def _write_options(command: Any, context: Any, formatter: Any) -> None:

@@ -65,8 +65,9 @@ def share_report(report: Report, model: str, out: str | os.PathLike[str]) -> lis
     # The same scores of the same model keep their name, so sharing them twice replaces the file.
     facts = f"{model} {report.provenance.step} {report.provenance.scores_sha256}"
     name = uuid.UUID(hashlib.sha256(facts.encode()).hexdigest()[:32], version=4)
+    log = json.dumps(every_eval_ever(report, model), indent=2, ensure_ascii=False)
     files = {
-        f"data/{SUITE}/{model}/{name}.json": _as_json(every_eval_ever(report, model)),
+        f"data/{SUITE}/{model}/{name}.json": f"{log}\n",
         f".eval_results/{SUITE}.yaml": yaml.safe_dump(hub_results(report), sort_keys=False),
         "model_card.md": model_card(report, model),
     }
@@ -288,7 +289,3 @@ def _revision(report: Report, entry: CatalogEntry) -> str | None:
     """The commit of the hub that the rows were read at, if they were."""
     found = re.search(r"\bcommit ([0-9a-f]{40})\b", report.provenance.data.get(entry.label, ""))
     return found[1] if found else None
-
-
-def _as_json(content: dict[str, Any]) -> str:
-    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"

@@ -69,11 +69,6 @@ class OutputLayout:
     dtype: np.dtype
     suffix: str
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row of `embeddings`."""
-        return self.width * self.dtype.itemsize
-
     def head(self) -> bytes:
         """What precedes `embeddings`: all of safetensors' header, or that of a .npy file."""
         shape = (int(self.offsets[-1]), self.width)
@@ -132,10 +127,11 @@ class PartialOutput:
 
     def open(self) -> BinaryIO:
         """The data, open behind its last recorded row."""
-        head, end = self._layout.head(), int(self._layout.offsets[self.done])
+        layout, head = self._layout, self._layout.head()
+        rows = int(layout.offsets[self.done])
         file = open(self._data, "r+b" if self.done else "w+b")
         file.write(head)
-        file.truncate(len(head) + end * self._layout.row_bytes)
+        file.truncate(len(head) + rows * layout.width * layout.dtype.itemsize)
         file.seek(0, os.SEEK_END)
         return file
 

@@ -152,10 +152,7 @@ def check_machines(machines: Machines, location: str) -> list[str]:
             fix=f"Leave it out, and say the slice's size as {size}.",
         )
     if slice_of_hosts is not None:
-        return [
-            f"warning: which regions have {machines.machine_type} is not known here; see your"
-            f" project's quotas in {location}"
-        ]
+        return [_regions_unknown(machines.machine_type, location)]
     if machines.accelerator_type is None:
         return []
     if kind is None:
@@ -186,10 +183,7 @@ def _check_fit(machines: Machines, kind: Accelerator) -> None:
 
 def _check_region(machines: Machines, kind: Accelerator, location: str) -> list[str]:
     if kind.regions is None:
-        return [
-            f"warning: which regions have {machines.accelerator_type} is not known here; see your"
-            f" project's quotas in {location}"
-        ]
+        return [_regions_unknown(machines.accelerator_type, location)]
     largest = kind.regions.get(location, 0)
     if machines.accelerator_count > largest:
         wide = [name for name, most in kind.regions.items() if most >= machines.accelerator_count]
@@ -200,6 +194,13 @@ def _check_region(machines: Machines, kind: Accelerator, location: str) -> list[
             fix=f"{machines.accelerator_count} cores are in {' and '.join(wide)}.",
         )
     return []
+
+
+def _regions_unknown(what: str | None, location: str) -> str:
+    return (
+        f"warning: which regions have {what} is not known here; see your project's quotas in"
+        f" {location}"
+    )
 
 
 def _example(pattern: str) -> str:

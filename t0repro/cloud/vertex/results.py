@@ -57,7 +57,8 @@ def best_metrics(folder: Path) -> dict[str, float]:
     bests: dict[str, tuple[float, int]] = {}
     for directory in sorted({path.parent for path in folder.rglob(f"*{event_files.MARK}*")}):
         run = directory.relative_to(folder)
-        if not _is_evaluation(run):
+        # Tasks' metrics are in inference_eval/<task>, or in <split>_eval.
+        if not any(part.endswith("_eval") and part != "training_eval" for part in run.parts):
             continue
         for tag, points in event_files.read_scalars(directory).items():
             finite = [(value, step) for step, value in points if math.isfinite(value)]
@@ -73,11 +74,6 @@ def best_metrics(folder: Path) -> dict[str, float]:
     for name, (value, step) in bests.items():
         flat |= {name: value, f"{name}/step": step}
     return flat
-
-
-def _is_evaluation(run: Path) -> bool:
-    """Whether a TensorBoard run holds tasks' metrics: inference_eval/<task>, or <split>_eval."""
-    return any(part.endswith("_eval") and part != "training_eval" for part in run.parts)
 
 
 def _name(run: Path, tag: str) -> str:
