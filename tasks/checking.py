@@ -206,6 +206,12 @@ def _judge(seen: Sequence[_Seen], has_answer_choices: bool) -> tuple[Verdict, st
             Verdict.SUSPECT,
             f"the target is never among the answer choices ({', '.join(never)})",
         )
+    alike = [each.split for each in seen if each.examples and not each.distinct]
+    if has_answer_choices and alike:
+        return (
+            Verdict.SUSPECT,
+            f"an answer choice is always empty or equal to another ({', '.join(alike)})",
+        )
     return Verdict.OK, ""
 
 
@@ -224,6 +230,7 @@ class _Seen:
       rows: Number of rows rendered.
       examples: Number of examples that they gave.
       correct: Number of examples whose target is one of the choices.
+      distinct: Number of examples whose choices differ from each other, none of them empty.
       no_example: Reason -> number of rows that gave no example.
       texts: Feature -> its text in each example.
       undefined: Variables that the template reads but rows lack, in words; empty if none.
@@ -231,7 +238,7 @@ class _Seen:
 
     def __init__(self, source: PromptedRows, split: str):
         self._source, self.split = source, split
-        self.rows = self.examples = self.correct = 0
+        self.rows = self.examples = self.correct = self.distinct = 0
         self.no_example: Counter[str] = Counter()
         self.texts: dict[str, list[str]] = {feature: [] for feature in LENGTHS}
         self.undefined = ""
@@ -264,4 +271,6 @@ class _Seen:
         self.examples += 1
         self.texts["inputs"].append(rendering.inputs)
         self.texts["targets"].append(rendering.targets)
-        self.correct += rendering.targets in (rendering.answer_choices or ())
+        choices = rendering.answer_choices or ()
+        self.correct += rendering.targets in choices
+        self.distinct += all(choices) and len(set(choices)) == len(choices)

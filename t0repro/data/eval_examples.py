@@ -18,6 +18,7 @@ from t0repro.config.data import EvalDataConfig
 from t0repro.config.gin.errors import not_described
 from t0repro.data.cached import read_in_turns, split_by_shard
 from t0repro.data.mixing import FEATURES
+from t0repro.errors import UserError
 from t0repro.tasks.metrics import find_uncomputable_metric, metric_names
 from t0repro.tasks.prompt_cache.folders import PROVENANCE
 from t0repro.tasks.prompt_cache.records import features
@@ -160,6 +161,12 @@ def read_cached_examples(
     files, select = split_by_shard(folder, split, shard, num_shards)
     for record in select(read_in_turns(files)):
         values = features(record)
+        if lacking := [name for name in info if not info[name]["shape"] and not values.get(name)]:
+            raise UserError(
+                f"A cached example has no {lacking[0]}, which info.{split}.json lists.",
+                where=str(folder),
+                fix="Cache the task again, or copy all of the cache's files of one version.",
+            )
         yield {name: _value(values.get(name, ()), info[name]) for name in info}
 
 

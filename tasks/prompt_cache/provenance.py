@@ -139,6 +139,11 @@ def damage(folder: Path, split: str) -> str | None:
     info, stats = _json(folder / f"info.{split}.json"), _json(folder / f"stats.{split}.json")
     if not isinstance(info, dict) or not isinstance(info.get("num_shards"), int):
         return f"info.{split}.json is missing or damaged"
+    features = info.get("features")
+    if not isinstance(features, dict) or not all(
+        isinstance(each, dict) and {"dtype", "shape"} <= each.keys() for each in features.values()
+    ):
+        return f"info.{split}.json does not say of which types and shapes its features are"
     names = shard_names(split, info["num_shards"])
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:

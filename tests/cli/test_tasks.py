@@ -251,6 +251,15 @@ def test_check_of_whole_tasks_exits_with_0(run):
     assert "checked 9 of 9 tasks" in err
 
 
+@pytest.mark.parametrize("choices", ["no ||| no", "{{text[:0]}}no ||| no", "no ||| {{text[:0]}}"])
+def test_choices_that_rank_alike_are_suspect(run, own, choices):
+    rows = [{"text": "Fine.", "label": 0}, {"text": "Bad.", "label": 0}]
+    prompt = {"jinja": "{{text}} ||| {{answer_choices[label]}}", "answer_choices": choices}
+    prompts = own("alike", rows, prompt=prompt)
+    _, out, _ = run("check", "--templates", prompts, "--dataset", "alike")
+    assert "an answer choice is always empty or equal to another (train)" in out
+
+
 def test_check_lists_the_broken_ones_with_the_reason_and_exits_with_1(run, own):
     rows = [{"text": "Fine.", "label": 1}, {"text": "Bad.", "label": 0}]
     choices = {"answer_choices": "no ||| yes"}

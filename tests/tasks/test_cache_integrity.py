@@ -9,6 +9,7 @@ import seqio
 
 from t0repro.cli.gate import find_user_error
 from t0repro.data.checks import check_readable
+from t0repro.data.eval_examples import read_cached_examples
 from t0repro.errors import UserError
 from t0repro.progress import heard_by
 from t0repro.tasks.demo.datasets import FOLDER, VOCABULARY
@@ -78,6 +79,19 @@ def claim(folder: Path) -> None:
     path.write_text(json.dumps({**stats, "examples": stats["examples"] + 1}))
 
 
+def describe_without(key: str):
+    """Takes a field from the description of each feature."""
+
+    def harm(folder: Path) -> None:
+        path = folder / f"info.{SPLIT}.json"
+        info = json.loads(path.read_text())
+        for feature in info["features"].values():
+            del feature[key]
+        path.write_text(json.dumps(info))
+
+    return harm
+
+
 DAMAGE = {
     "a shard is missing": (lambda folder: shard(folder).unlink(), "1 of 4 shards are missing"),
     "a shard is emptied": (lambda folder: shard(folder).write_bytes(b""), "00001-of|48 examples"),
@@ -92,6 +106,8 @@ DAMAGE = {
         lambda folder: (folder / f"info.{SPLIT}.json").write_text("{"),
         "info.validation.json is missing or damaged",
     ),
+    "features without a shape": (describe_without("shape"), "does not say of which types"),
+    "features without a type": (describe_without("dtype"), "does not say of which types"),
     "the marker is gone": (lambda folder: (folder / "COMPLETED").unlink(), "no COMPLETED"),
 }
 
@@ -107,6 +123,15 @@ def test_damage_is_found_before_the_cache_is_read(cache, kind):
     ) as caught:
         check_readable(NAME, SPLIT, use_cached=True)
     assert caught.value.fix
+
+
+def test_a_feature_that_no_record_has_is_named(cache):
+    path = cache / f"info.{SPLIT}.json"
+    info = json.loads(path.read_text())
+    info["features"]["inputs_plaintext"] = {"dtype": "string", "shape": []}
+    path.write_text(json.dumps(info))
+    with pytest.raises(UserError, match="A cached example has no inputs_plaintext"):
+        next(read_cached_examples(cache, SPLIT))
 
 
 def _by_seqio():
