@@ -167,7 +167,9 @@ def _differing(vocabulary: Any, model: Mapping[str, Any]) -> tuple[int, str, str
     """The first id with different pieces in a vocabulary and in tokenizer.json, with both."""
     vocab = model.get("vocab", ())
     # Byte pairs have their ids beside them, a unigram model's pieces their scores.
-    theirs = sorted(vocab, key=vocab.get) if isinstance(vocab, dict) else [p[0] for p in vocab]
+    theirs = (
+        sorted(vocab, key=vocab.__getitem__) if isinstance(vocab, dict) else [p[0] for p in vocab]
+    )
     theirs, ours = [_plain(str(piece)) for piece in theirs], _names(vocabulary)
     # Sentinels at the end that only one of the two has do not count.
     for pieces in (theirs, ours):
