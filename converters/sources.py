@@ -34,7 +34,7 @@ from t0repro.converters.tensors import (
     check_types,
 )
 from t0repro.converters.witnesses import MANIFEST, parameters_digest, read_manifest
-from t0repro.errors import UserError
+from t0repro.errors import UserError, similar_names
 from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape, check_parameters
 from t0repro.progress import say
@@ -133,7 +133,10 @@ def absence(path: str) -> str:
     there = f"; its directory has {_steps(refs)}" if refs else ""
     # A name such as model.ckpt-1 is of several files.
     if not named and not storage.exists(path):
-        return "There is no such file or folder."
+        directory, name = os.path.split(path.rstrip("/"))
+        beside = [] if storage.is_address(path) else storage.list_names(directory or ".")
+        near = [os.path.join(directory, each) for each in similar_names(name, beside, 3)]
+        return f"There is no such file or folder.{f' Nearest: {some(near)}.' if near else ''}"
     return f"Checkpoint not found{there}."
 
 
@@ -417,8 +420,9 @@ def base_of(ref: CheckpointRef) -> CheckpointRef:
         raise UserError(
             "The adapter does not name its base.",
             where=ref.path,
-            fix="Write the base's path into base_model_name_or_path; `t0repro convert` and `t0repro"
-            " adapters merge` also take --base.",
+            fix="Write the base's path into base_model_name_or_path. Or name the base: `t0repro"
+            " convert` and `t0repro adapters merge` take --base, `t0repro rank-eval` takes"
+            f" --checkpoint BASE --adapter {ref.path}.",
         )
     try:
         return find_checkpoint(base)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from t0repro.errors import UserError, nearest_names
 from t0repro.parameters.shape import ModelShape
@@ -45,6 +45,8 @@ class Adapter:
       dropout: Dropout rate on the input of `lora_a`, with an independent mask entry per element.
       base_dtype: Dtype of the frozen parameters in memory.
     """
+
+    IN_GIN: ClassVar = "@adapters.lora() or @adapters.ia3()"
 
     kind: Kind
     targets: tuple[str, ...]

@@ -18,7 +18,7 @@ from t0repro.tasks.source import PromptedRows
 from t0repro.tasks.task import ADDS_EOS, SCORE_EVAL_SUFFIX, TaskDescription
 from t0repro.tasks.templates import Drop, Rendering
 from t0repro.tasks.vocabulary import VocabularyFile, check_ids, is_here
-from t0repro.words import shortened
+from t0repro.words import counted, shortened
 
 if TYPE_CHECKING:
     import seqio
@@ -262,7 +262,8 @@ class _Seen:
                 self.no_example[f"the row lacks a variable, {error.__cause__}"] += 1
                 self.undefined = self.undefined or f"{error.what} ({error.where})"
         if self.undefined:
-            self.undefined += f" Of {self.rows} rows looked at, {_in_words(self.no_example)}"
+            looked_at = f"{counted(self.rows, 'row')} looked at"
+            self.undefined += f" Of {looked_at}, {_in_words(self.no_example)}"
 
     def _count(self, rendering: Rendering | Drop) -> None:
         if isinstance(rendering, Drop):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -115,14 +116,18 @@ def _splits(content: TemplateFile, rows_needed: bool) -> dict[str, dict[str, Spl
     if found or not rows_needed:
         return found or {"": {}}
     known = {str(path.parent.relative_to(root)) for root in roots for path in root.glob("*/*/*.*")}
-    named = str(folders[0].relative_to(roots[0]))
+    named, stem = str(folders[0].relative_to(roots[0])), glob.escape(content.dataset)
     beside = [path for each in (*folders, folders[0].parent) for path in each.glob("*.*")]
     others = [path for path in beside if path.parent in folders]
     if saved := next((path for path in beside if path.name == "state.json"), None):
         there = f"Move the files in {saved.parent}, which are one split, to {folders[0]}/<split>."
     elif others:
         there = f"{others[0]} is no such file."
-    elif near := [path for path in beside if path.suffix.lower() in SUFFIXES]:
+    elif near := [
+        path
+        for path in (*beside, *(file for root in roots for file in root.glob(f"{stem}*.*")))
+        if path.suffix.lower() in SUFFIXES
+    ]:
         there = f"Move {some(sorted(map(str, near)))} there."
     elif above := [up for root in roots for up in root.parents[:2] if splits_on_disk(up / named)]:
         there = f"Or set {DATA_VARIABLE} to {above[0]}, which holds them."

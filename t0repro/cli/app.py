@@ -13,6 +13,7 @@ import typer
 from t0repro.cli.commands import HELP, App, Group, Loaded, load, show_canonical
 from t0repro.cli.gate import gate, use_huge_pages_where_faster
 from t0repro.cli.spelling import T5X_NAMES, canonical, with_t5x_overrides
+from t0repro.training.preemption import resumable
 from t0repro.words import shown_as
 
 
@@ -223,6 +224,8 @@ def _global_options(
     # Messages then name T5X's flags instead of t5_mesh_transformer's.
     if entry.is_t5x:
         context.with_resource(shown_as(T5X_NAMES))
+    if context.invoked_subcommand == "train":
+        context.with_resource(resumable())
     # A pipe that `train --help | head` closes interrupts no work.
     settings.long_work = entry.is_long and not {"-h", "--help"}.intersection(sys.argv)
 

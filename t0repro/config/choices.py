@@ -9,7 +9,7 @@ Source: Liu et al. 2022, https://arxiv.org/abs/2205.05638, section 3.2, and thei
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from t0repro.config.settings import Range
 
@@ -24,6 +24,8 @@ class ChoiceLoss:
         score is the mean log-likelihood of its tokens.
       choices: The most answer choices that a row of a batch can hold.
     """
+
+    IN_GIN: ClassVar = "@choices.ChoiceLoss()"
 
     unlikelihood: Annotated[float, Range(at_least=0)] = 1.0
     length_normalized: Annotated[float, Range(at_least=0)] = 1.0

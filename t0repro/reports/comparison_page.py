@@ -291,7 +291,7 @@ def flips_section(compared: RunComparison) -> list[Section]:
     # A comparison counts all flips and keeps the first MAX_FLIPS.
     shown = f", the first {len(rows)}" if len(rows) < compared.flipped else ""
     title = f"Predicted differently: {counted(compared.flipped, 'example')}{shown}"
-    return [Section(title, header=header, rows=rows, level=3)] * bool(rows)
+    return [Section(title, header=header, rows=rows, level=3, terminal_rows=5)] * bool(rows)
 
 
 def _right(right_a: bool, right_b: bool, a: str, b: str) -> str:

@@ -59,6 +59,7 @@ class Section:
       text: preformatted text.
       level: 2 for a section, 3 for a part of the section before it.
       folded: whether HTML hides the content until a reader opens it.
+      terminal_rows: how many rows a terminal shows, which has no pages to turn.
     """
 
     title: str
@@ -73,6 +74,7 @@ class Section:
     text: str = ""
     level: Literal[2, 3] = 2
     folded: bool = False
+    terminal_rows: int = 40
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,9 +9,6 @@ from t0repro.reports.page import Page, Section, as_cell, as_column
 from t0repro.terminal import print_table, terminal
 from t0repro.words import counted, printable
 
-MAX_ROWS = 40
-
-
 _TONES = {"": "", "good": "green", "bad": "yellow"}
 
 
@@ -36,13 +33,13 @@ def _print_section(section: Section, console: Console) -> None:
             # Report omitted rows; never drop them silently.
             [
                 [Text(cell.text, _TONES[cell.tone]) for cell in map(as_cell, row)]
-                for row in section.rows[:MAX_ROWS]
+                for row in section.rows[: section.terminal_rows]
             ],
             numbers={name for name, text, _ in columns[1:] if not text},
             bold=section.bold,
         )
-        if len(section.rows) > MAX_ROWS:
-            console.print(f"... and {counted(len(section.rows) - MAX_ROWS, 'more row')}.")
+        if omitted := section.rows[section.terminal_rows :]:
+            console.print(f"... and {counted(len(omitted), 'more row')}.")
     elif section.lines:
         console.print(Text(printable(section.title), "bold"))
     for line in section.lines:

@@ -25,25 +25,39 @@ def check_restored(
 ) -> Iterator[str]:
     """The checkpoint that a training run starts from unless it resumes from one of its own."""
     from t0repro.converters import sources
+    from t0repro.runs.restored_checkpoints import chosen
+    from t0repro.training.model_dir import check_steps_left
 
     if storage.is_directory(config.model_dir) and sources.list_checkpoints(config.model_dir):
         yield f"not read: {config.model_dir} has checkpoints"
         return
     model_from = config.provenance.get("model.d_model")
     yield from check_checkpoints(restore, config.model, vocabularies, model_from)
+    # An adapter's steps count from 0, and a map may leave the step out.
+    has_own_steps = config.model.adapter is not None or restore.assignment_map
+    if not has_own_steps and NO_CHECKPOINT_YET not in os.environ:
+        for ref in chosen(restore):
+            check_steps_left(config, ref.step or 0)
 
 
 def check_own_checkpoints(config: TrainRun, allow_changed: bool) -> Iterator[str]:
     """The checkpoints and the data that a run continues from in its model_dir."""
+    from t0repro.converters import sources
     from t0repro.data.train_data import train_batches
     from t0repro.training.checkpoints import checkpoint_path, data_folder, latest_step
-    from t0repro.training.model_dir import check_model_dir
+    from t0repro.training.model_dir import check_model_dir, check_steps_left
 
     check_model_dir(config.model_dir, "jax", config, allow_changed=allow_changed)
     step = latest_step(config.model_dir)
+    if step is None and storage.is_directory(config.model_dir):
+        for ref in sources.list_checkpoints(config.model_dir)[-1:]:
+            check_steps_left(config, ref.step or 0)
+            yield f"training continues from {ref.path} ({ref.format})"
+            return
     if step is None:
         yield f"{config.model_dir} has no checkpoint"
         return
+    check_steps_left(config, step)
     folder = data_folder(checkpoint_path(config.model_dir, step))
     train_batches(config, resumed=True).check_resumable(step, folder)
     yield f"{config.model_dir} has checkpoints, the latest of step {step:,}"

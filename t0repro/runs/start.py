@@ -18,6 +18,7 @@ from t0repro.runs.train import Describe, train
 from t0repro.training.hooks.evaluate import Evaluations
 from t0repro.training.metrics import OpenWriter
 from t0repro.training.model_dir import lock_for_training
+from t0repro.training.preemption import resumable
 
 
 def start_training(
@@ -42,7 +43,10 @@ def start_training(
     """
     plan, model_dir = config.plan, os.fspath(config.model_dir)
     # Take the lock, and check that the settings match, before model_dir is read or written.
-    with lock_for_training(model_dir, "jax", config, allow_changed=allow_changed) as check:
+    with (
+        resumable(),
+        lock_for_training(model_dir, "jax", config, allow_changed=allow_changed) as check,
+    ):
         # Look only under the lock: before it, another run might still be saving here.
         resumed = bool(sources.list_checkpoints(model_dir))
         written = output_folder(model_dir)

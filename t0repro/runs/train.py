@@ -32,6 +32,7 @@ from t0repro.training.hooks.stop_on_signal import StopOnSignal, StoppedBySignal
 from t0repro.training.hooks.summarize import Summarize
 from t0repro.training.loop import Hook, TrainingLoop
 from t0repro.training.metrics import MetricLog, OpenWriter, SplitMetrics, Writer
+from t0repro.training.model_dir import check_steps_left
 from t0repro.training.models import model_of
 from t0repro.training.optimizers import make_optimizer, skips_nan
 from t0repro.training.partitioner import Partitioner
@@ -159,13 +160,7 @@ def train(
     end_step = config.train_steps
     if plan.relative_steps is not None:
         end_step = start.step + plan.relative_steps
-    elif end_step < start.step and not plan.may_start_past_end:
-        # T5X refuses this too; Mesh TensorFlow's Estimator just ends without training.
-        raise UserError(
-            f"total_steps is {end_step:,}, but the checkpoint is of step {start.step:,}.",
-            where=config.provenance.get("train_steps"),
-            fix="TRAIN_STEPS counts the checkpoint's steps too; or set relative_steps.",
-        )
+    check_steps_left(config, start.step)
     if describe is not None and is_first():
         describe(shapes, partitioning)
     written = output_folder(model_dir)
@@ -286,9 +281,6 @@ def train(
             done = loop.run(open_batches(), end_step - start.step)
     except PreemptionError as error:
         raise StoppedBySignal(signal.SIGTERM, plan.save is not None) from error
-    except KeyboardInterrupt:  # the second Ctrl-C
-        say(f"stopped at once, without saving: {_how_to_continue(model_dir)}")
-        raise
 
     # ---- How it ended ---------------------------------------------------------------------------
     if start.step >= end_step:

@@ -145,6 +145,24 @@ def check_model_dir(
     return reader
 
 
+def check_steps_left(config: TrainRun, step: int) -> None:
+    """Refuses a run that ends before the step of the checkpoint that it would start from.
+
+    T5X refuses it too; Mesh TensorFlow's Estimator just ends without training.
+
+    Raises:
+      UserError: with the place of the number of steps.
+    """
+    plan = config.plan
+    if config.train_steps >= step or plan.may_start_past_end or plan.relative_steps is not None:
+        return
+    raise UserError(
+        f"total_steps is {config.train_steps:,}, but the checkpoint is of step {step:,}.",
+        where=config.provenance.get("train_steps"),
+        fix="TRAIN_STEPS counts the checkpoint's steps too; or set relative_steps.",
+    )
+
+
 def _check_stack(refs: list[CheckpointRef], backend: Backend, model_dir: str) -> None:
     """Refuses checkpoints that this backend would ignore although they are the latest."""
     # References come in ascending order of steps, so the latest of each kind stays.

@@ -250,3 +250,16 @@ def test_ctrl_c_while_page_sizes_are_timed_shows_no_traceback():
     ended = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
     assert ended.returncode == 130
     assert ended.stderr == "\nt0repro: interrupted.\n  fix: Start the same command again.\n"
+
+
+def test_sigterm_while_a_training_command_reads_its_files_says_to_start_it_again():
+    code = (
+        "import signal, sys\n"
+        "from t0repro.cli import app, run_modes\n"
+        "run_modes.parse_files = lambda *_, **__: signal.raise_signal(signal.SIGTERM)\n"
+        "sys.argv = ['t0repro', 'train', '--gin_file', 'run.gin']\n"
+        "app.main()"
+    )
+    ended = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 75
+    assert ended.stderr.splitlines()[-1] == "stopped by SIGTERM: the same command continues"

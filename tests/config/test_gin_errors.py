@@ -214,3 +214,9 @@ def test_a_mutated_file_is_a_run_or_an_error_of_what_where_and_fix(tmp_path_fact
 @given(text=mutated(TEXT))
 def test_20_000_mutated_files_are_runs_or_errors_of_what_where_and_fix(tmp_path_factory, text):
     check_ends_well(text, folder_for_files(tmp_path_factory))
+
+
+def test_a_mesh_that_nothing_sizes_is_answered_with_shapes_that_would_do(tmp_path):
+    error = refusal(TEXT.replace("utils.run.mesh_shape = []\n", ""), tmp_path)
+    assert "utils.run.mesh_shape = []" in error.fix
+    assert "utils.run.mesh_shape = 'batch:4,model:2'" in error.fix

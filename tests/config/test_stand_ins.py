@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from t0repro.config.mtf import dialect, stand_ins
-from t0repro.config.mtf.parser import MeshInputs
+from t0repro.config.mtf.parser import MeshInputs, parse
 from t0repro.errors import UserError
 
 from . import operative_configs
@@ -186,3 +186,18 @@ def test_lines_of_text_without_a_mixture_are_read_with_the_vocabulary_that_is_na
     found = dialect.load(INFER)
     assert found.run.vocabulary == str(VOCABULARY)
     assert [each.vocab_size for each in found.inputs.vocabularies] == [1408, 1408]
+
+
+def test_a_misspelled_import_is_a_warning_and_one_of_an_older_version_is_not(tmp_path, capsys):
+    (tmp_path / "mine.gin").write_text(
+        "import t5.data.mixtrues\nimport my_taks\nimport t5.data.sentencepiece_vocabulary\n"
+    )
+    files = ("models/t5.1.1.small.gin", str(tmp_path / "mine.gin"))
+    with stand_ins.register():
+        parse(MeshInputs("runs/a", files), with_packages=False)
+    warnings = capsys.readouterr().err.splitlines()
+    assert warnings == [
+        f"warning: {tmp_path}/mine.gin:1: there is no module t5.data.mixtrues, so the import does"
+        " nothing; nearest: 't5.data.mixtures'",
+        f"warning: {tmp_path}/mine.gin:2: there is no module my_taks, so the import does nothing",
+    ]

@@ -189,6 +189,12 @@ def test_an_empty_directory_and_a_wrong_path_are_told_with_what_to_give(tmp_path
             find_checkpoint(path)
 
 
+def test_a_misspelled_path_is_answered_with_the_names_beside_it(mixed):
+    wrong = str(mixed.parent / f"{mixed.name[:-1]}_")
+    with pytest.raises(UserError, match=f"no such file or folder. Nearest: {mixed}"):
+        find_checkpoint(wrong)
+
+
 def test_load_any_gives_the_same_tree_from_both_formats(tiny_checkpoint, tmp_path):
     convert(tiny_checkpoint, tmp_path / "jax", "jax")
     from_mtf, from_jax = load_any(tiny_checkpoint), load_any(tmp_path / "jax")

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 import warnings
 
 import jax
@@ -14,6 +15,8 @@ import numpy as np
 import pytest
 import seqio
 
+from t0repro.cli.bodies.rank_eval import run
+from t0repro.cli.rank_eval_options import ResultOptions
 from t0repro.errors import UserError
 from t0repro.evaluation import engine, evaluation_folder, reading
 from t0repro.evaluation.engine import Engine
@@ -894,3 +897,10 @@ def test_prompts_whose_rows_were_not_recorded_are_named(dropping, model_dir, tmp
         write_record(outcome.folder, {**record, "dropped_rows": None})
     report = make_report(Run("jax", outcome.folder), prompts, ReportOptions(bootstrap=QUICK))
     assert any("super_glue/copa: prompts have different" in note for note in report.notes)
+
+
+def test_force_and_add_step_contradict_each_other():
+    asked = types.SimpleNamespace(adapter=None, checkpoint="c", step="1")
+    options = ResultOptions(force=True, add_step=True)
+    with pytest.raises(UserError, match="removes what OUT holds, and --add_step keeps it"):
+        run(asked, None, options, None, None)

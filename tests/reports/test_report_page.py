@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from t0repro.evaluation.records import write_record
+from t0repro.reports import page as pages
 from t0repro.reports.comparison_page import comparison_page
 from t0repro.reports.make_report import ExtraContent, ReportOptions, make_report
 from t0repro.reports.page_terminal import print_page
@@ -266,3 +267,13 @@ def test_a_dataset_wholly_below_chance_is_called_that(tmp_path):
     assert report.datasets[0].mean_interval.high < 50
     for text in (render_markdown(report), render_html(report)):
         assert "neither: below chance" in text and "clearly below chance" in text
+
+
+def test_a_terminal_shows_a_tables_first_rows_and_says_how_many_more_there_are():
+    rows = tuple((f"n{i}",) for i in range(7))
+    for shown in (7, 5):
+        section = pages.Section("Numbers", header=("n",), rows=rows, terminal_rows=shown)
+        stream = io.StringIO()
+        print_page(pages.Page("", (section,)), Console(file=stream, width=80))
+        assert [f"n{i}" in stream.getvalue() for i in range(7)] == [i < shown for i in range(7)]
+        assert ("... and 2 more rows." in stream.getvalue()) == (shown == 5)

@@ -6,6 +6,7 @@ import pytest
 
 from t0repro.config.t5x.model import read_vocabularies
 from t0repro.config.t5x.run import read_eval_run, read_infer_run, read_train_run
+from t0repro.converters.convert import convert
 from t0repro.errors import UserError
 from t0repro.runs.batch_infer import infer
 from t0repro.runs.evaluate_checkpoints import evaluate_checkpoints
@@ -14,7 +15,7 @@ from t0repro.runs.preflight import check_inference, check_training
 from .tiny_gin import parsed, save_checkpoint
 
 MACROS = (
-    "MODEL_DIR = 'm'", "MIXTURE_OR_TASK_NAME = 'demo_train'", "TRAIN_STEPS = 2",
+    "MODEL_DIR = 'm'", "MIXTURE_OR_TASK_NAME = 'demo_train'", "TRAIN_STEPS = 4",
     "TASK_FEATURE_LENGTHS = {'inputs': 32, 'targets': 8}", "USE_CACHED_TASKS = False",
     "BATCH_SIZE = 8", "trainer.Trainer.num_microbatches = 2",
 )  # fmt: skip
@@ -48,6 +49,21 @@ def test_each_check_gives_a_line(checkpoint):
     assert "train: 14 tasks of demo_train with the split 'train'" in lines
     assert "train_eval: left out: no task of demo_train has a split 'validation'" in lines
     assert lines[-1].startswith("restore: ") and "52 parameters of 52 match" in lines[-1]
+
+
+@pytest.mark.parametrize("place", ["utils.RestoreCheckpointConfig.path", "MODEL_DIR"])
+def test_a_run_that_would_end_before_its_checkpoint_is_refused(checkpoint, place):
+    path = checkpoint if place != "MODEL_DIR" else checkpoint.parent
+    with pytest.raises(UserError, match="total_steps is 2, but the checkpoint is of step 3"):
+        said(f"{place} = '{path}'", "TRAIN_STEPS = 2")
+
+
+def test_mesh_tensorflows_checkpoint_in_model_dir_is_what_a_run_continues_from(
+    checkpoint, tmp_path
+):
+    convert(checkpoint, tmp_path / "mtf", to="mtf")
+    lines = said(f"MODEL_DIR = '{tmp_path}/mtf'")
+    assert f"model_dir: training continues from {tmp_path}/mtf/model.ckpt-3 (mtf)" in lines
 
 
 def test_a_map_of_names_says_what_is_drawn_anew(checkpoint):

@@ -342,6 +342,14 @@ def test_a_file_that_is_no_split_is_named_where_rows_are_missing(data, tmp_path)
     assert error.value.fix and error.value.fix.endswith(f"one split, to {folder}/<split>.")
 
 
+def test_a_file_of_the_datasets_name_in_the_data_folder_is_to_be_moved(data, tmp_path, forget):
+    shutil.rmtree(data / "my_reviews")
+    (data / "my_reviews.csv").write_text("text,label\nSoup.,1\n")
+    with pytest.raises(UserError) as error:
+        register_templates(write(tmp_path, HEAD + GOOD))
+    assert error.value.fix.endswith(f"Move {data}/my_reviews.csv there.")
+
+
 def test_check_counts_rows_without_a_label_and_targets_without_text(data, tmp_path, forget):
     file = data / "my_reviews" / "default" / "train.jsonl"
     hidden = [{"text": "Soup.", "label": -1}, {"text": "Tea.", "label": None}]

@@ -15,6 +15,7 @@ from t0repro.config.optimizer import ScheduleConfig
 from t0repro.config.run import EarlyStoppingConfig, TerminateOnNanConfig
 from t0repro.errors import UserError
 from t0repro.progress import heard_by
+from t0repro.runs import start
 from t0repro.runs.train import train
 from t0repro.training.checkpoints import list_checkpoints, load_tree
 from t0repro.training.hooks.evaluate import Evaluations
@@ -206,3 +207,27 @@ def test_a_training_that_saves_nothing_does_not_say_that_it_was_saved(tmp_path, 
         assert "no checkpoint will be saved: utils.CheckpointConfig.save is None" in said
         end = "stopped by a signal, without saving: the same command continues from the start"
         assert said[-1] == end
+
+
+def test_a_second_ctrl_c_leaves_the_message_to_the_command(tmp_path):
+    def batches():
+        for number, batch in enumerate(BATCHES):
+            if number == 3:
+                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
+            yield batch
+
+    said = []
+    with pytest.raises(KeyboardInterrupt), heard_by(said.append):
+        train(tiny.run_config(tmp_path, 8, plan=PLAN), batches())
+    assert said[-1].startswith("stopping: ")
+
+
+def test_sigterm_before_the_first_step_ends_with_the_code_that_resumes(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        start, "lock_for_training", lambda *_, **__: signal.raise_signal(signal.SIGTERM)
+    )
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended, heard_by([].append):
+        start.start_training(tiny.run_config(tmp_path, 8, plan=PLAN), describe=None)
+    assert ended.value.code == PREEMPTED and signal.getsignal(signal.SIGTERM) == before

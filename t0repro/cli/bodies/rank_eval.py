@@ -77,6 +77,12 @@ def run(
             where="--step, --adapter",
             fix="Give one step, or leave --adapter out.",
         )
+    if results.force and results.add_step:
+        raise UserError(
+            "--force removes what OUT holds, and --add_step keeps it.",
+            where="--force, --add_step",
+            fix="Leave one of them out.",
+        )
     add_step = results.add_step or len(steps) > 1
     settings = _settings(asked, tasks, results, computation)
     extras = [] if results.normalize == "none" else [results.normalize]

@@ -23,6 +23,15 @@ from t0repro.tasks.registry import registered_mixtures, registered_tasks
 
 ANYWHERE = "the gin files and the command line of this run"
 _FIX = "Correct the gin file or the override."
+# Of the names that T5X's gin files have from elsewhere than `from t5x import ...`.
+_IMPORT_LINES = {
+    "adapters": "from t0repro import adapters",
+    "choices": "from t0repro.config import choices",
+    "network": "from t5x.examples.t5 import network",
+    "optax": "import optax",
+    "seqio": "import seqio",
+    "train_script": "import __main__ as train_script",
+}
 _LONGEST = 400  # characters kept of an exception's message
 
 
@@ -130,7 +139,8 @@ def _missing_import(text: str, where: str, t5x: bool) -> UserError:
         return UserError(
             f"No import line of the gin file defines {name!r}.",
             where=where,
-            fix=f"Add its import line to that file, such as `from t5x import {name}`.",
+            fix="Add its import line to that file, such as"
+            f" `{_IMPORT_LINES.get(name, f'from t5x import {name}')}`.",
         )
     return UserError(
         "This gin file is T5X's, and this command reads Mesh TensorFlow's.",

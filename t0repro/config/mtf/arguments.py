@@ -84,7 +84,9 @@ class Arguments:
             raise UserError(
                 f"{str(error).splitlines()[0]}.",
                 where=self.place("mesh_shape"),
-                fix='Add --gin_param="utils.run.mesh_shape = []"; or, to count a TPU\'s replicas,'
+                fix='Add --gin_param="utils.run.mesh_shape = []", which divides the batch among all'
+                " devices; or --gin_param=\"utils.run.mesh_shape = 'batch:4,model:2'\", for 8"
+                " devices, of which 2 share each layer; or, to count a TPU's replicas,"
                 " --gin_param=\"utils.tpu_mesh_shape.tpu_topology = 'v3-8'\".",
             ) from error
         self.model_type: str = self.run["model_type"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib
+import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import gin
@@ -13,8 +15,8 @@ from t0repro import compat
 from t0repro.config.gin import door
 from t0repro.config.gin.door import Bindings, record_bindings
 from t0repro.config.gin.errors import configuration_errors
-from t0repro.config.gin.folders import default_bindings, mesh_folders
-from t0repro.config.gin.imports import restrict_imports
+from t0repro.config.gin.folders import default_bindings, has_module, mesh_folders
+from t0repro.config.gin.imports import list_imports, restrict_imports
 from t0repro.config.gin.references import check_references
 from t0repro.config.mtf import jax_settings as jax_settings  # registers its configurables
 from t0repro.config.mtf import stand_ins
@@ -71,7 +73,7 @@ def parse(inputs: MeshInputs, *, warn: bool = True, with_packages: bool = True) 
         load_tasks(inputs.module_imports, into_seqio=True)
     with configuration_errors():
         bindings = _parse_files(inputs)
-        for warning in check_references(bindings):
+        for warning in (*_skipped_imports(inputs), *check_references(bindings)):
             if warn:
                 print(printable(f"warning: {warning}"), file=sys.stderr)
     # By now the place that binds the mixture's name is known.
@@ -85,6 +87,25 @@ def parse(inputs: MeshInputs, *, warn: bool = True, with_packages: bool = True) 
     if inputs.tfds_data_dir and "seqio" in sys.modules:
         importlib.import_module("seqio").set_tfds_data_dir_override(inputs.tfds_data_dir)
     return bindings
+
+
+def _skipped_imports(inputs: MeshInputs) -> Iterator[str]:
+    """A line for each missing module that gin files import in vain, as gin skips those in silence.
+
+    Those of the packages' older versions, in every released operative_config.gin, get none.
+    """
+    folders, known = mesh_folders(inputs.location_prefixes), stand_ins.read_signatures()["modules"]
+    for line in list_imports(inputs.gin_files, inputs.gin_params, folders, None):
+        package, _, inside = line.module.partition(".")
+        near = difflib.get_close_matches(line.module, known, n=1, cutoff=0.85)
+        if package in stand_ins.PACKAGES:
+            is_missing = bool(near) and not has_module(package, inside)
+        else:
+            is_missing = package != "__main__" and importlib.util.find_spec(package) is None
+        if is_missing:
+            nearest = f"; nearest: {near[0]!r}" if near else ""
+            what = f"there is no module {line.module}, so the import does nothing{nearest}"
+            yield f"{line.place}: {what}"
 
 
 def deprecated_references() -> tuple[str, ...]:

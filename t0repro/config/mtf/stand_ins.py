@@ -26,7 +26,7 @@ from t0repro.config.gin.folders import has_module
 from t0repro.tasks.registry import find_tasks
 from t0repro.tasks.vocabulary import default_vocabulary
 
-_PACKAGES = ("tensorflow", "mesh_tensorflow", "t5", "seqio")
+PACKAGES = ("tensorflow", "mesh_tensorflow", "t5", "seqio")
 OTHERWISE = "run with --backend=mtf, which has the real packages"
 
 
@@ -58,10 +58,10 @@ def register() -> Iterator[None]:
         if name in read_signatures()["modules"]:
             return None
         # Older gin files import modules that the packages no longer have: fail as they would.
-        if package in _PACKAGES and not has_module(package, inside):
+        if package in PACKAGES and not has_module(package, inside):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         # What else the packages register is unknown here, and refused by name.
-        if package in _PACKAGES:
+        if package in PACKAGES:
             return None
         # A user's module may import the packages, which then register their own configurables.
         stand_ins = door.swap_configurables(others)
@@ -88,7 +88,7 @@ def _all() -> Mapping[str, Any]:
         record = read_signatures()["configurables"][selector]
         module, _, name = selector.rpartition(".")
         names: dict[str, Any] = {"gin": gin, "tf": _Named(DType)}
-        names |= {package: _Named(make, package) for package in _PACKAGES}
+        names |= {package: _Named(make, package) for package in PACKAGES}
         signature = _read_signature(record["signature"], names)
 
         def stand_in(*args: Any, **kwargs: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import importlib
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
@@ -300,7 +301,7 @@ def _check_macros(reached: Iterable[Reference], bindings: Bindings) -> list[str]
 
 
 def _check_overrides(reached: Sequence[Reference], bindings: Bindings) -> list[str]:
-    """Refuses overrides on the command line that nothing reads.
+    """Refuses overrides on the command line, and misspelled scopes, that nothing reads.
 
     Returns:
       The bindings of the user's files that nothing reads, in words.
@@ -318,8 +319,13 @@ def _check_overrides(reached: Sequence[Reference], bindings: Bindings) -> list[s
         # Files of this package bind more than any single run reads.
         if place.startswith(str(shipped_files())):
             continue
+        scopes = {each for call in reached if call.selector == selector for each in call.scopes}
+        # `trian/`, which no reference of the files has either, so no other run reads it.
+        is_misspelled = scope not in bindings.scopes and bool(
+            difflib.get_close_matches(scope, scopes, n=1, cutoff=0.8)
+        )
         # A file may serve several runs, but an override was written for this one.
-        if not place.startswith("--gin"):
+        if not place.startswith("--gin") and not is_misspelled:
             warnings.append(f"{place}: this run does not read {name}")
             continue
         known = {f"{call.scope}/{short(call.selector)}".lstrip("/") for call in reached}

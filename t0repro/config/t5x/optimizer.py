@@ -9,6 +9,7 @@ from typing import Any
 
 from t0repro.config.model import ModelConfig
 from t0repro.config.optimizer import (
+    SCHEDULE_RANGES,
     AdafactorConfig,
     MultiOptimizerConfig,
     OptaxConfig,
@@ -18,6 +19,7 @@ from t0repro.config.optimizer import (
 )
 from t0repro.config.settings import check_values
 from t0repro.config.t5x.calls import Call, call_with_defaults
+from t0repro.errors import nearest_names
 from t0repro.parameters.shape import (
     ALL_HEURISTIC,
     AXIS_WORDS,
@@ -258,6 +260,14 @@ def read_schedule(program: Call, places: dict[str, str]) -> ScheduleConfig:
             "the learning rate must be a schedule.",
             f"Bind trainer.Trainer.learning_rate_fn = @{_SCHEDULE}().",
         )
+    known = set(SCHEDULE_RANGES["factors"]) - {""}
+    for name in map(str.strip, call["factors"].split("*")):
+        if name not in known:
+            call.refuse(
+                "factors",
+                f"there is no factor called {name!r}.",
+                f"Correct it; nearest: {nearest_names(name, known)}.",
+            )
     for argument in call.arguments:
         if argument in call.places:
             places[f"schedule.arguments.{argument}"] = call.places[argument]

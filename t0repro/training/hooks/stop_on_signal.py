@@ -14,6 +14,7 @@ from t0repro.partitioning.processes import SharedSignal, is_alone
 from t0repro.progress import say
 from t0repro.training.hooks.save import NOTICE_SECONDS
 from t0repro.training.loop import Hook, TrainingLoop
+from t0repro.training.preemption import PREEMPTED
 
 
 class StoppedBySignal(SystemExit):
@@ -27,11 +28,6 @@ class StoppedBySignal(SystemExit):
     def __init__(self, number: int, saved: bool = True):
         shell = number == signal.SIGINT or not saved
         super().__init__(128 + number if shell else PREEMPTED)
-
-
-# sysexits.h's EX_TEMPFAIL, "try again later". A shell reports 143 for a process that SIGTERM ended
-# at once, without a save.
-PREEMPTED = 75
 
 
 class StopOnSignal(Hook):

@@ -99,3 +99,43 @@ def test_a_gin_file_of_mesh_tensorflow_s_is_told_its_command(tmp_path):
 def test_a_part_of_a_configuration_is_to_follow_a_file_that_imports(tmp_path):
     with pytest.raises(UserError, match="after a file that imports 'network'"):
         parse("network.T5Config.num_heads = 4\n", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name, line",
+    [
+        ("network", "from t5x.examples.t5 import network"),
+        ("adapters", "from t0repro import adapters"),
+        ("seqio", "import seqio"),
+        ("trainer", "from t5x import trainer"),
+    ],
+)
+def test_a_name_without_an_import_line_is_answered_with_the_line_that_defines_it(
+    tmp_path, name, line
+):
+    with pytest.raises(UserError, match=f"defines '{name}'") as error:
+        parse(f"{TEXT}{name}.a = 1\n", tmp_path)
+    assert f"such as `{line}`." in error.value.fix
+
+
+def test_an_unknown_factor_of_the_learning_rate_is_refused_where_the_file_is_read(tmp_path):
+    binding = "utils.create_learning_rate_scheduler.factors = 'constant * linear_warmpu'"
+    with pytest.raises(UserError, match="no factor called 'linear_warmpu'") as error:
+        read_run(parse(f"{TEXT}{binding}\n", tmp_path))
+    assert "mine.gin:29" in error.value.where
+    assert "nearest: 'linear_warmup'" in error.value.fix
+
+
+def test_a_misspelled_scope_is_refused_also_in_a_file(tmp_path):
+    with pytest.raises(UserError, match="does not read trian/utils.DatasetConfig.pack") as error:
+        parse(f"{TEXT}trian/utils.DatasetConfig.pack = False\n", tmp_path)
+    assert "mine.gin:29" in error.value.where
+    assert "'train/utils.DatasetConfig'" in error.value.fix
+
+
+@pytest.mark.parametrize("value", ["8", "@adapters.lora"])
+def test_what_is_no_adapter_is_answered_with_how_a_gin_file_writes_one(tmp_path, value):
+    text = TEXT.replace("import optax", "import optax\nfrom t0repro import adapters")
+    with pytest.raises(UserError, match="must be @adapters.lora\\(\\) or @adapters.ia3") as error:
+        parse(f"{text}train_script.train.adapter = {value}\n", tmp_path)
+    assert error.value.fix == "Bind @adapters.lora() or @adapters.ia3(), or None."

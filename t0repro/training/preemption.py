@@ -1,0 +1,40 @@
+"""How a training run that has not begun to train ends on SIGTERM."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from t0repro.progress import say
+
+# sysexits.h's EX_TEMPFAIL, "try again later". A shell reports 143 for a process that SIGTERM ended
+# at once, without a save.
+PREEMPTED = 75
+
+
+@contextlib.contextmanager
+def resumable() -> Iterator[None]:
+    """Ends the process on SIGTERM with PREEMPTED: within the block, no step can be lost.
+
+    While steps are made, `StopOnSignal` puts its own handler in place of this one.
+    """
+    # Python allows handlers in the main thread only.
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(number: int, frame: Any) -> NoReturn:
+    del number, frame
+    # A signal may come in the middle of a line, and Python writes no line within another.
+    with contextlib.suppress(RuntimeError):
+        say("stopped by SIGTERM: the same command continues")
+    raise SystemExit(PREEMPTED)
