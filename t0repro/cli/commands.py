@@ -168,12 +168,20 @@ def _name_takers(options: list[Any]) -> str:
     return f" An option stands before its value: {some(names, 8)}." if names else ""
 
 
+# What transformers and lm-evaluation-harness call an option -> what it is called here.
+_CALLED_ELSEWHERE = {
+    "model": "checkpoint", "model_name_or_path": "checkpoint", "pretrained": "checkpoint",
+    "tasks": "mixture", "output_dir": "out", "output_path": "out",
+}  # fmt: skip
+
+
 def _suggest(name: str, options: list[Any]) -> str:
     """The options that a misspelt one may be meant for, or a command's first ones."""
     known = [[n for n in (*each.opts, *each.secondary_opts) if n[:2] == "--"] for each in options]
     words = {n.removeprefix("--"): n for names in known for n in names}
     word = canonical(name.lstrip("-"))
-    near = difflib.get_close_matches(word, words, n=3, cutoff=0.65)
+    near = [each for each in [_CALLED_ELSEWHERE.get(word)] if each in words]
+    near += difflib.get_close_matches(word, words, n=3, cutoff=0.65)
     near += [each for each in words if word in each.split("_") and each not in near]
     if near:
         return f"Nearest: {', '.join(words[each] for each in near)}."

@@ -227,12 +227,16 @@ def _check_gin(settings: JobSettings) -> tuple[frozenset[str], list[str]]:
     )
     macros = gin_files.macros_read(files)
     if CHECKPOINT not in macros:
-        used = "CHECKPOINT_PATH" in macros
+        used, file = "CHECKPOINT_PATH" in macros, settings.gin_files[-1]
+        # One of this package's, which serves other runs too.
+        where = (
+            "Add" if os.path.isfile(file) else f"Write a file that has include '{file}' and then"
+        )
         raise UserError(
             f"The job's gin files do not read {CHECKPOINT}, which the controller sets"
             f"{'; they read CHECKPOINT_PATH' if used else ''}.",
-            where=settings.gin_files[-1],
-            fix=f"Add the line: CHECKPOINT_PATH = %{CHECKPOINT}"
+            where=file,
+            fix=f"{where} the line: CHECKPOINT_PATH = %{CHECKPOINT}"
             if used
             else f"Bind the checkpoint's path to %{CHECKPOINT}.",
         )

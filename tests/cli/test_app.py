@@ -91,6 +91,16 @@ def test_a_command_that_there_is_not_is_answered_with_those_that_there_are(
     assert code == 2 and f"No such command {said}" in err
 
 
+@pytest.mark.parametrize(
+    ("option", "here"), [("model", "checkpoint"), ("tasks", "mixture"), ("output_dir", "out")]
+)
+def test_an_option_of_transformers_or_the_harness_is_answered_with_ours(
+    monkeypatch, capsys, option, here
+):
+    code, _, err = run(monkeypatch, capsys, "rank-eval", f"--{option}=a")
+    assert code == 2 and f"No such option: --{option}. Nearest: --{here}" in err
+
+
 def test_what_t5x_starts_and_this_does_not_is_refused_by_name(monkeypatch, capsys):
     for command in ("run", "explain"):
         code, _, err = run(monkeypatch, capsys, command, "--run_mode=export")

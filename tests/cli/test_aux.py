@@ -164,3 +164,12 @@ def test_a_misspelt_option_of_a_group_gets_the_nearest_ones(tmp_path):
     assert (
         "No such option: --auxiliary_job_mixture. Nearest: --auxiliary_job_mixtures" in done.stderr
     )
+
+
+def test_one_of_this_packages_gin_files_is_to_be_included_in_a_file_of_ones_own(tmp_path):
+    (tmp_path / "model").mkdir()
+    file = "t5x/configs/runs/eval.gin"
+    flags = ("--auxiliary_job_mixtures=a", f"--auxiliary_job_gin_file={file}", "--once")
+    done = aux(f"--model_dir={tmp_path / 'model'}", *flags, check=False)
+    assert done.returncode == 2
+    assert f"Write a file that has include '{file}' and then the line: CHECK" in done.stderr
