@@ -84,6 +84,15 @@ def test_added_tokens_are_refused_by_name(tmp_path, name):
     assert caught.value.where == str(tmp_path / name)
 
 
+@pytest.mark.parametrize("pad", ["<pad_>", {"content": "<pad_>"}])
+def test_padding_may_be_added(tmp_path, pad):
+    """transformers needs it, and a Llama's vocabulary has none."""
+    save_tokenizer(tmp_path, VOCABULARY, "spiece.model")
+    (tmp_path / "added_tokens.json").write_text('{"<pad_>": 2000}')
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"pad_token": pad}))
+    assert check_own_tokenizer([str(tmp_path)], TASKS)
+
+
 def test_a_word_s_piece_that_was_added_as_a_token_is_refused(tmp_path):
     """tokenizers then takes it inside words too, under its old id."""
     save_tokenizer(tmp_path, VOCABULARY, "spiece.model", "tokenizer.json")
