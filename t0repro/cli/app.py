@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
+import signal
 import sys
 from typing import Annotated, Any
 
@@ -226,6 +227,8 @@ def _global_options(
         context.with_resource(shown_as(T5X_NAMES))
     if context.invoked_subcommand == "train":
         context.with_resource(resumable())
+    if context.invoked_subcommand == "cache":  # ends its workers, as Ctrl-C does
+        context.with_resource(resumable(128 + signal.SIGTERM))
     # A pipe that `train --help | head` closes interrupts no work.
     settings.long_work = entry.is_long and not {"-h", "--help"}.intersection(sys.argv)
 

@@ -1,4 +1,4 @@
-"""How a training run that has not begun to train ends on SIGTERM."""
+"""How a command that loses nothing ends on SIGTERM: a training run before its first step, say."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ PREEMPTED = 75
 
 
 @contextlib.contextmanager
-def resumable() -> Iterator[None]:
-    """Ends the process on SIGTERM with PREEMPTED: within the block, no step can be lost.
+def resumable(code: int = PREEMPTED) -> Iterator[None]:
+    """Ends the process on SIGTERM with an exit code, for a block in which no work can be lost.
 
-    While steps are made, `StopOnSignal` puts its own handler in place of this one.
+    While a training run makes steps, `StopOnSignal` puts its own handler in place of this one.
     """
+
+    def end(number: int, frame: Any) -> NoReturn:
+        del number, frame
+        # A signal may come in the middle of a line, and Python writes no line within another.
+        with contextlib.suppress(RuntimeError):
+            say("stopped by SIGTERM: the same command continues")
+        raise SystemExit(code)
+
     # Python allows handlers in the main thread only.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, _end)
+    before = signal.signal(signal.SIGTERM, end)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _end(number: int, frame: Any) -> NoReturn:
-    del number, frame
-    # A signal may come in the middle of a line, and Python writes no line within another.
-    with contextlib.suppress(RuntimeError):
-        say("stopped by SIGTERM: the same command continues")
-    raise SystemExit(PREEMPTED)

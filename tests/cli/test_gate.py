@@ -252,14 +252,25 @@ def test_ctrl_c_while_page_sizes_are_timed_shows_no_traceback():
     assert ended.stderr == "\nt0repro: interrupted.\n  fix: Start the same command again.\n"
 
 
-def test_sigterm_while_a_training_command_reads_its_files_says_to_start_it_again():
-    code = (
+@pytest.mark.parametrize(
+    ("command", "place", "options", "code"),
+    [
+        ("train", "run_modes.parse_files", ["--gin_file", "run.gin"], 75),
+        ("cache", "cache.cache_tasks", ["--mixture", "m", "--cache_dir", "c"], 143),
+    ],
+)
+def test_sigterm_where_no_work_is_lost_says_to_start_the_command_again(
+    tmp_path, command, place, options, code
+):
+    program = (
         "import signal, sys\n"
-        "from t0repro.cli import app, run_modes\n"
-        "run_modes.parse_files = lambda *_, **__: signal.raise_signal(signal.SIGTERM)\n"
-        "sys.argv = ['t0repro', 'train', '--gin_file', 'run.gin']\n"
+        "from t0repro.cli import app, cache, run_modes\n"
+        f"{place} = lambda *_, **__: signal.raise_signal(signal.SIGTERM)\n"
+        f"sys.argv = ['t0repro', '{command}', *{options}]\n"
         "app.main()"
     )
-    ended = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
-    assert ended.returncode == 75
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert ended.returncode == code
     assert ended.stderr.splitlines()[-1] == "stopped by SIGTERM: the same command continues"
