@@ -239,7 +239,11 @@ def of_two_vocabularies(tmp_path, monkeypatch):
     (example,) = task.preprocess_precache(rows).as_numpy_iterator()
     with tf.io.TFRecordWriter(str(tmp_path / f"{SPLIT}.tfrecord-00000-of-00001")) as file:
         file.write(seqio.utils.dict_to_tfexample(example).SerializeToString())
-    (tmp_path / f"info.{SPLIT}.json").write_text('{"num_shards": 1}')
+    info = {
+        "num_shards": 1,
+        "features": dict.fromkeys(example, {"dtype": "int32", "shape": [None]}),
+    }
+    (tmp_path / f"info.{SPLIT}.json").write_text(json.dumps(info))
     (tmp_path / "COMPLETED").touch()
     monkeypatch.setattr(task, "_cache_dir", str(tmp_path))
     return task
