@@ -158,10 +158,11 @@ def read_cached_examples(
       UserError: If a file is broken.
     """
     info = json.loads((folder / f"info.{split}.json").read_text(encoding="utf-8"))["features"]
+    scalars = [name for name in info if not info[name]["shape"]]
     files, select = split_by_shard(folder, split, shard, num_shards)
     for record in select(read_in_turns(files)):
         values = features(record)
-        if lacking := [name for name in info if not info[name]["shape"] and not values.get(name)]:
+        if lacking := [name for name in scalars if not values.get(name)]:
             raise UserError(
                 f"A cached example has no {lacking[0]}, which info.{split}.json lists.",
                 where=str(folder),

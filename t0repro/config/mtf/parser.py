@@ -73,8 +73,9 @@ def parse(inputs: MeshInputs, *, warn: bool = True, with_packages: bool = True) 
         load_tasks(inputs.module_imports, into_seqio=True)
     with configuration_errors():
         bindings = _parse_files(inputs)
-        for warning in (*_skipped_imports(inputs), *check_references(bindings)):
-            if warn:
+        warnings = check_references(bindings)  # refuses, too
+        if warn:
+            for warning in (*_skipped_imports(inputs), *warnings):
                 print(printable(f"warning: {warning}"), file=sys.stderr)
     # By now the place that binds the mixture's name is known.
     with configuration_errors(bindings):
@@ -97,12 +98,13 @@ def _skipped_imports(inputs: MeshInputs) -> Iterator[str]:
     folders, known = mesh_folders(inputs.location_prefixes), stand_ins.read_signatures()["modules"]
     for line in list_imports(inputs.gin_files, inputs.gin_params, folders, None):
         package, _, inside = line.module.partition(".")
+        is_reference = package in stand_ins.PACKAGES
+        if package == "__main__" or (
+            has_module(package, inside) if is_reference else importlib.util.find_spec(package)
+        ):
+            continue
         near = difflib.get_close_matches(line.module, known, n=1, cutoff=0.85)
-        if package in stand_ins.PACKAGES:
-            is_missing = bool(near) and not has_module(package, inside)
-        else:
-            is_missing = package != "__main__" and importlib.util.find_spec(package) is None
-        if is_missing:
+        if near or not is_reference:
             nearest = f"; nearest: {near[0]!r}" if near else ""
             what = f"there is no module {line.module}, so the import does nothing{nearest}"
             yield f"{line.place}: {what}"
