@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from t0repro.config.data import EvalDataConfig
-from t0repro.config.gin.errors import not_described
 from t0repro.data.cached import read_in_turns, split_by_shard
+from t0repro.data.checks import check_mixture
 from t0repro.data.mixing import FEATURES
 from t0repro.errors import UserError
 from t0repro.tasks.metrics import find_uncomputable_metric, metric_names
@@ -48,7 +48,9 @@ def _first_reason(
     why_not: Callable[..., str | None], name: str, split: str, use_cached: bool
 ) -> str | None:
     if not is_described(name):
-        return not_described(name)
+        # SeqIO has no tasks of its own, and modules that may add some are not imported without it.
+        check_mixture(name)
+        return f"{name!r} is SeqIO's alone"
     reasons = (
         why_not(task, use_cached=use_cached) for task in find_tasks(name) if split in task.splits
     )

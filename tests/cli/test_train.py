@@ -135,6 +135,12 @@ def test_with_skip_missing_only_what_is_trained_on_stops_a_training(tmp_path, mo
     assert f"infer_eval: left out: no task of {task}_score_eval has a split 'validation'" in shown
 
 
+def test_a_misspelt_mixture_of_this_project_is_refused_before_tensorflow_is_imported(tmp_path):
+    code, _, said = train(tmp_path, 1, f"--gin.MIXTURE_OR_TASK_NAME='{TASK[:-1]}'")
+    assert code == 2 and f"nearest: '{TASK}'" in said, said
+    assert "TensorFlow" not in said
+
+
 def test_one_of_several_processes_has_to_be_told_where_the_first_is(tmp_path):
     # Before any gin file is read: the one named here does not exist.
     code, _, said = train(tmp_path, 3, "--process_count=2", "--gin_file=absent.gin")

@@ -14,7 +14,6 @@ import tokenize
 import traceback
 from collections.abc import Iterator
 
-from t0repro import compat
 from t0repro.config.gin import door
 from t0repro.config.gin.door import Bindings, Key
 from t0repro.config.gin.folders import is_shipped, no_gin_file
@@ -304,17 +303,6 @@ def _places_of_value(value: str, bindings: Bindings | None) -> str | None:
 
     bound_at = [bindings.place(key) for key in bindings.places if is_value(key)]
     return "; ".join(dict.fromkeys(place for place in bound_at if place)) or None
-
-
-def not_described(name: str) -> str:
-    """Why a task or mixture that is not described needs SeqIO, as a clause.
-
-    Raises:
-      UserError: Where SeqIO, which might know it, is not installed.
-    """
-    if not compat.is_installed():
-        raise unknown_mixture(name)
-    return f"{name!r} is SeqIO's alone"
 
 
 def unknown_mixture(name: str, where: str | None = None) -> UserError:
