@@ -37,6 +37,7 @@ from t0repro.progress import SeqioOnce
 from t0repro.storage import check_readable, input_path
 from t0repro.tasks.modules import resolved_modules
 from t0repro.tasks.vocabulary import named_vocabulary
+from t0repro.training.preemption import resumable
 from t0repro.words import printable
 
 if TYPE_CHECKING:
@@ -128,29 +129,28 @@ def _check_flags(options: Any) -> None:
 
 
 def _run_jax(options: Any) -> None:
-    import jax
+    with contextlib.ExitStack() as beside:
+        with resumable():  # nothing is written yet, in any mode
+            import jax
 
-    from t0repro.data.seqio_need import why_mesh_run_needs_seqio
-    from t0repro.partitioning.processes import is_first
-    from t0repro.runs import run
-    from t0repro.runs.preflight import check_mesh_transformer
+            from t0repro.data.seqio_need import why_mesh_run_needs_seqio
+            from t0repro.partitioning.processes import is_first
+            from t0repro.runs import run
+            from t0repro.runs.preflight import check_mesh_transformer
 
-    with _group_of(ProcessOptions, options).joined():
-        # As t5's main does on every run without --tpu.
-        float32 = jax.default_backend() == "cpu"
-        configuration = _load(options, float32_activations=float32)
-        if why := why_mesh_run_needs_seqio(configuration.run):
-            _import_seqio(options, why)
-        check_mesh_transformer(configuration, jax=True, skip_missing=options.skip_missing)
-        # Checked and reported before anything is written.
-        print_flag_notes(options, configuration, on_jax=True)
-        with contextlib.ExitStack() as beside:
-            if is_first():
-                model_dir = Path(options.model_dir)
-                tracked = tracked_training(options.tracker, model_dir, configuration.run)
-                beside.enter_context(tracked)
-                beside.enter_context(jobs_during_training(options))
-            run(dataclasses.replace(configuration, allow_changed=options.allow_changed))
+            beside.enter_context(_group_of(ProcessOptions, options).joined())
+            # As t5's main does on every run without --tpu.
+            float32 = jax.default_backend() == "cpu"
+            configuration = _load(options, float32_activations=float32)
+            if why := why_mesh_run_needs_seqio(configuration.run):
+                _import_seqio(options, why)
+            check_mesh_transformer(configuration, jax=True, skip_missing=options.skip_missing)
+            print_flag_notes(options, configuration, on_jax=True)
+        if is_first():
+            tracked = tracked_training(options.tracker, Path(options.model_dir), configuration.run)
+            beside.enter_context(tracked)
+            beside.enter_context(jobs_during_training(options))
+        run(dataclasses.replace(configuration, allow_changed=options.allow_changed))
 
 
 def _import_seqio(options: Any, why: str) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import tests.helpers.tiny_models as tiny
+from t0repro.cli import t5_mesh_transformer
 from t0repro.config.model import Arithmetic
 from t0repro.config.optimizer import ScheduleConfig
 from t0repro.config.run import EarlyStoppingConfig, TerminateOnNanConfig
@@ -231,3 +232,12 @@ def test_sigterm_before_the_first_step_ends_with_the_code_that_resumes(tmp_path,
     with pytest.raises(SystemExit) as ended, heard_by([].append):
         start.start_training(tiny.run_config(tmp_path, 8, plan=PLAN), describe=None)
     assert ended.value.code == PREEMPTED and signal.getsignal(signal.SIGTERM) == before
+
+
+def test_sigterm_while_t5s_command_imports_and_checks_ends_with_the_code_that_resumes(monkeypatch):
+    monkeypatch.setattr(
+        t5_mesh_transformer, "_group_of", lambda *_: signal.raise_signal(signal.SIGTERM)
+    )
+    with pytest.raises(SystemExit) as ended, heard_by([].append):
+        t5_mesh_transformer._run_jax(None)
+    assert ended.value.code == PREEMPTED
