@@ -16,7 +16,7 @@ from t0repro.tasks.registry import find_task, registered_tasks, task_description
 from t0repro.tasks.showing import LENGTHS, ROWS_LOOKED_AT
 from t0repro.tasks.source import PromptedRows
 from t0repro.tasks.task import ADDS_EOS, SCORE_EVAL_SUFFIX, TaskDescription
-from t0repro.tasks.templates import Drop, Rendering
+from t0repro.tasks.templates import SEPARATOR, Drop, Rendering
 from t0repro.tasks.vocabulary import VocabularyFile, check_ids, is_here
 from t0repro.words import counted, shortened
 
@@ -200,6 +200,12 @@ def _judge(seen: Sequence[_Seen], has_answer_choices: bool) -> tuple[Verdict, st
     unlabeled = Counter({why: n for why, n in unlabeled.items() if why in _OF_OWN_PROMPTS})
     if unlabeled:
         return Verdict.SUSPECT, f"of {rows:,} rows looked at, {_in_words(unlabeled)}"
+    alone = [each.split for each in seen if each.examples and not each.several]
+    if has_answer_choices and alone:
+        return (
+            Verdict.SUSPECT,
+            f"there is one answer choice; {SEPARATOR} separates several ({', '.join(alone)})",
+        )
     never = [each.split for each in labeled if each.examples and not each.correct]
     if has_answer_choices and never:
         return (
@@ -230,6 +236,7 @@ class _Seen:
       rows: Number of rows rendered.
       examples: Number of examples that they gave.
       correct: Number of examples whose target is one of the choices.
+      several: Number of examples with more than one choice.
       distinct: Number of examples whose choices differ from each other, none of them empty.
       no_example: Reason -> number of rows that gave no example.
       texts: Feature -> its text in each example.
@@ -238,7 +245,7 @@ class _Seen:
 
     def __init__(self, source: PromptedRows, split: str):
         self._source, self.split = source, split
-        self.rows = self.examples = self.correct = self.distinct = 0
+        self.rows = self.examples = self.correct = self.several = self.distinct = 0
         self.no_example: Counter[str] = Counter()
         self.texts: dict[str, list[str]] = {feature: [] for feature in LENGTHS}
         self.undefined = ""
@@ -274,4 +281,5 @@ class _Seen:
         self.texts["targets"].append(rendering.targets)
         choices = rendering.answer_choices or ()
         self.correct += rendering.targets in choices
+        self.several += len(choices) > 1
         self.distinct += all(choices) and len(set(choices)) == len(choices)

@@ -36,7 +36,7 @@ from t0repro.tasks.templates import (
     Rendering,
     promptsource_environment,
 )
-from t0repro.words import counted
+from t0repro.words import counted, shortened
 
 
 class NoLabel(Exception):
@@ -125,7 +125,10 @@ class StrictEnvironment(PromptEnvironment):
         missing = isinstance(found, jinja2.Undefined) and isinstance(obj, list)
         if not below and not missing:
             return found
-        many = f"there {'is' if len(obj) == 1 else 'are'} {counted(len(obj), 'choice')}"
+        many = f"there are {counted(len(obj), 'choice')}"
+        if len(obj) == 1:  # `no, yes`
+            only = shortened(repr(obj[0]), 60)
+            many = f"there is 1 choice, {only}; {SEPARATOR} separates several"
         fault = f"but {many}" if isinstance(argument, int) else "which is not a whole number"
         if not isinstance(argument, int) and argument in range(len(obj)):  # 1.0
             fault = "which is not an int; write it with the filter `| int`"

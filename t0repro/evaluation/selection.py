@@ -22,8 +22,10 @@ from t0repro.tasks.registry import (
     DescribedTask,
     find_named_tasks,
     find_task,
+    task_descriptions,
 )
 from t0repro.tasks.task import SCORE_EVAL_SUFFIX
+from t0repro.tasks.templates import SEPARATOR
 from t0repro.tasks.vocabulary import VOCABULARY_VARIABLE, check_rows, shown
 from t0repro.words import some
 
@@ -139,6 +141,20 @@ def _check_modes(
             f"Tasks to decode have no metric: {some([task.name for task in others])}.",
             where=mixture,
             fix="Evaluate tasks that have metrics.",
+        )
+    described = task_descriptions()
+    only = {
+        task.name: choices[0]
+        for task in ranked
+        if task.name in described
+        and len(choices := described[task.name].prompt.fixed_choices or ()) == 1
+    }
+    if only:
+        name, choice = next(iter(only.items()))
+        raise UserError(
+            f"Tasks have one answer choice, which always ranks first: {some([*only])}.",
+            where=f"the template of {name}, answer_choices: {choice}",
+            fix=f"Separate the choices with {SEPARATOR}.",
         )
 
 

@@ -260,6 +260,17 @@ def test_choices_that_rank_alike_are_suspect(run, own, choices):
     assert "an answer choice is always empty or equal to another (train)" in out
 
 
+@pytest.mark.parametrize("target", ["{{answer_choices[label]}}", "{{'yes' if label else 'no'}}"])
+@pytest.mark.parametrize("choices", ["no, yes", "no or yes", "no || yes"])
+def test_check_says_what_separates_choices_where_there_is_one(run, own, choices, target):
+    rows = [{"text": "Fine.", "label": 1}, {"text": "Bad.", "label": 0}]
+    prompts = own(
+        "one", rows, ask={"jinja": f"{{{{text}}}} ||| {target}", "answer_choices": choices}
+    )
+    _, out, _ = run("check", "--templates", prompts, "--dataset", "one")
+    assert "||| separates several" in out and "1 ok" not in out
+
+
 def test_check_lists_the_broken_ones_with_the_reason_and_exits_with_1(run, own):
     rows = [{"text": "Fine.", "label": 1}, {"text": "Bad.", "label": 0}]
     choices = {"answer_choices": "no ||| yes"}

@@ -18,6 +18,7 @@ from t0repro.evaluation.selection import check_vocabulary, select_tasks
 from t0repro.reports.report import load_report
 from t0repro.runs import rank_eval
 from t0repro.runs.rank_report import write_results
+from t0repro.tasks.template_registration import register_templates
 
 SETTINGS = EvaluationSettings(
     lengths={"inputs": 64, "targets": 8}, limit=4, modes=("rank", "generate")
@@ -139,6 +140,21 @@ def test_a_mode_that_a_task_does_not_have_is_refused(
         settings = EvaluationSettings(modes=modes)
         with pytest.raises(UserError, match=message):
             evaluate(model_dir, tmp_path, prompts, settings, task)
+
+
+def test_choices_without_what_separates_them_are_refused(tmp_path, monkeypatch):
+    rows = tmp_path / "single_choice" / "default" / "validation.jsonl"
+    rows.parent.mkdir(parents=True)
+    rows.write_text('{"text": "Fine."}\n')
+    monkeypatch.setenv("T0REPRO_DATA_DIR", str(tmp_path))
+    (tmp_path / "mine.yaml").write_text(
+        "dataset: single_choice\ntemplates:\n  5b1c9f7e-0000-0000-0000-000000000001: !Template\n"
+        "    name: ask\n    jinja: '{{text}} ||| yes'\n    answer_choices: no, yes\n"
+    )
+    register_templates(tmp_path / "mine.yaml")
+    with pytest.raises(UserError, match="always ranks first: single_choice_ask_score") as error:
+        select_tasks("single_choice_ask_score_eval", "validation", ("rank",))
+    assert "answer_choices: no, yes" in str(error.value) and "|||" in str(error.value)
 
 
 def test_tasks_without_a_metric_are_left_out_of_t0s_training_mixture(tmp_path, monkeypatch):
