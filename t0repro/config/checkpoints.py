@@ -59,7 +59,8 @@ class SaveConfig:
         T5x("checkpoint_steps", hint=Sequence[int] | None, default=None, read=_make_tuple),
         Only(mtf=()),
     ] = ()
-    keep: Annotated[int | None, Range(at_least=1), Mtf("keep_checkpoint_max")] = None
+    # 0 keeps all, as in TensorFlow's Saver, which Mesh TensorFlow writes with.
+    keep: Annotated[int | None, Range(at_least=1), Mtf("keep_checkpoint_max", read=or_none)] = None
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None, T5x(default="float32"), Only(mtf=None)
     ] = None
@@ -107,7 +108,9 @@ class RestoreConfig:
     strict: Annotated[bool, Only(mtf=False)] = True
     fallback_to_scratch: Annotated[bool, Only(mtf=False)] = False
     variable_filter: Annotated[
-        str | None, Only(t5x=None), Mtf("utils.tpu_estimator_model_fn.init_variable_filter")
+        str | None,
+        Only(t5x=None),
+        Mtf("utils.tpu_estimator_model_fn.init_variable_filter", read=lambda value: value or ""),
     ] = None
     adapter: Annotated[str | None, Mtf("t0repro.jax_training.init_adapter")] = None
 

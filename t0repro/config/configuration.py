@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Generic, TypeVar
 
 from t0repro.config.run import Run
-from t0repro.config.settings import RULE, Mtf, Only, arguments
+from t0repro.config.settings import RULE, Mtf, Only, Range, arguments
 from t0repro.errors import UserError
 from t0repro.storage import output_path, write_atomically
 from t0repro.words import without_passwords
@@ -53,7 +53,9 @@ class RunInputs:
     init_checkpoint: str | None
     eval_checkpoint_step: int | tuple[int, ...] | str | None
     vocabularies: Annotated[Vocabularies, Mtf("vocabulary")]
-    vocab_divisor: Annotated[int, Mtf("transformer.Unitransformer.vocab_divisor")]
+    vocab_divisor: Annotated[
+        int, Range(at_least=1), Mtf("transformer.Unitransformer.vocab_divisor")
+    ]
     master_dtype: Annotated[str, Mtf("utils.get_variable_dtype.master_dtype")]
     batch_size: int
     sequence_length: Mapping[str, int] | None

@@ -37,7 +37,11 @@ class DecodingConfig:
         int | None, Range(at_least=1, at_most=MOST_32), Mtf("max_decode_length")
     ] = None
     # Mesh TensorFlow's way around a slow top-k on TPUs; in theory it can lose a candidate.
-    prefilter: Annotated[int, Range(at_least=0), Mtf("beam_search.beam_search.num_prefilter")] = 0
+    prefilter: Annotated[
+        int,
+        Range(at_least=0),
+        Mtf("beam_search.beam_search.num_prefilter", read=lambda value: value or 0),
+    ] = 0
     # Outputs may depend on it: each shard contributes `prefilter` candidates of its own.
     vocab_parts: Annotated[int, Range(at_least=1), Only(mtf=RULE)] = 1
 

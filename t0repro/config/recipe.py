@@ -105,7 +105,9 @@ def training_config(
         ),
     }
     config = TrainRun(**{**fields, **changes})
-    check_settings(config, {})
+    # Its arguments, where a field has another name.
+    places = {"plan.save.period": "save_checkpoints_steps", "plan.save.keep": "keep_checkpoint_max"}
+    check_settings(config, places)
     # The ranges look at one number at a time, and these two must fit together.
     config.model.check_position_buckets("model")
     return config

@@ -35,7 +35,6 @@ from t0repro.config.settings import (
     Range,
     T5x,
     arguments,
-    check_field,
     fixed_values,
 )
 from t0repro.errors import UserError
@@ -232,13 +231,8 @@ class TrainingPlan:
 def mesh_transformer_plan(
     train_data: TrainDataConfig | None = None,
     *,
-    save_checkpoints_steps: Annotated[int, Range(at_least=1)] = 5000,
-    # With -1, TensorFlow's Saver deletes each checkpoint right after saving it.
-    keep_checkpoint_max: Annotated[int | None, Range(at_least=0)] = None,
-    init_checkpoint: str | None = None,
-    init_variable_filter: str = "",
-    init_adapter: str | None = None,
-    places: Mapping[str, str | None] | None = None,
+    save_checkpoints_steps: int = 5000,
+    keep_checkpoint_max: int | None = None,
 ) -> TrainingPlan:
     """The intervals of mesh_transformer_main: a line per step, checkpoints, no evaluations.
 
@@ -246,39 +240,12 @@ def mesh_transformer_plan(
       train_data: The data to train on.
       save_checkpoints_steps: Steps between checkpoints.
       keep_checkpoint_max: How many of the latest to keep; None or 0 keeps all.
-      init_checkpoint: A checkpoint in any format to start from, slots and step included.
-      init_variable_filter: See `RestoreConfig.variable_filter`.
-      init_adapter: See `RestoreConfig.adapter`.
-      places: Argument -> where it was set, for messages.
-
-    Raises:
-      UserError: For a value of another type or outside its range.
     """
-    arguments = {
-        "save_checkpoints_steps": save_checkpoints_steps,
-        "keep_checkpoint_max": keep_checkpoint_max,
-        "init_checkpoint": init_checkpoint,
-        "init_variable_filter": init_variable_filter,
-    }
-    # Checked under the names that users write; a plan's own names are T5X's.
-    for name, value in arguments.items():
-        check_field(mesh_transformer_plan, name, value, (places or {}).get(name))
-    restore = None
-    if init_checkpoint is not None:
-        restore = RestoreConfig(
-            path=init_checkpoint,
-            variable_filter=init_variable_filter,
-            adapter=init_adapter,
-            **fixed_values(RestoreConfig, "mtf"),
-        )
-    # 0 keeps all, as in TensorFlow's Saver, which Mesh TensorFlow writes with.
-    keep, saved = keep_checkpoint_max or None, fixed_values(SaveConfig, "mtf")
-    return TrainingPlan(
-        train_data=train_data,
-        save=SaveConfig(save_checkpoints_steps, keep=keep, **saved),
-        restore=restore,
-        **fixed_values(TrainingPlan, "mtf"),
+    save = SaveConfig(
+        save_checkpoints_steps, keep=keep_checkpoint_max or None, **fixed_values(SaveConfig, "mtf")
     )
+    fixed = fixed_values(TrainingPlan, "mtf")
+    return TrainingPlan(train_data=train_data, save=save, restore=None, **fixed)
 
 
 InferMode = Literal["predict", "score", "predict_with_aux"]

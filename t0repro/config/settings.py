@@ -20,8 +20,8 @@ import inspect
 import math
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from t0repro.errors import UserError
 from t0repro.words import printable
@@ -212,6 +212,57 @@ def list_parts(*kinds: type) -> tuple[type, ...]:
 def _annotation(kind: Any, field: str, sort: Any) -> Any:
     metadata = getattr(hints_of(kind)[field], "__metadata__", ())
     return next((item for item in metadata if isinstance(item, sort)), None)
+
+
+class Found(NamedTuple):
+    """An argument where a run's files set it, or its default.
+
+    Attributes:
+      read: Its value, from the prefix of what is inside it.
+      place: Where it was set.
+      shown: Its name in messages.
+    """
+
+    read: Callable[[str], Any]
+    place: str | None
+    shown: str
+
+
+def read_fields(
+    kind: type,
+    dialect: Dialect,
+    find: Callable[[Argument], Found | None],
+    places: MutableMapping[str, str],
+    prefix: str,
+    given: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Field -> value of a class of settings: the argument that its annotation names.
+
+    Args:
+      kind: The dataclass.
+      dialect: The dialect of the files.
+      find: Finds an argument; None if nothing calls its configurable.
+      places: Dotted field -> where its value was set; what is read is added.
+      prefix: Prefix of the class's dotted fields.
+      given: The values of fields that rules give.
+
+    Raises:
+      UserError: For a value of another type or outside its range, with its place.
+    """
+    values = fixed_values(kind, dialect) | given
+    for field, argument in arguments_of(kind, dialect).items():
+        if (found := find(argument)) is None:
+            continue
+        if found.place:
+            places.setdefault(f"{prefix}{field}", found.place)
+        if field in given:
+            continue
+        value = found.read(f"{prefix}{field}.")
+        if argument.read is not None:
+            value = argument.read(value)
+        check_field(kind, field, value, found.place, shown=found.shown)
+        values[field] = value
+    return values
 
 
 def range_of(kind: Any, field: str) -> Range | Mapping[str, Range] | None:

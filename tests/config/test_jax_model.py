@@ -161,7 +161,7 @@ def test_the_data_of_a_training_are_divided_into_as_many_shards_as_gin_says():
     assert "t0repro.jax_training.data_shards is 2" in refusal
     for bindings, message in (
         (["t0repro.jax_training.data_shards = 3"], "data_shards = 3 does not divide the batch of"),
-        (["t0repro.jax_training.data_shards = 0"], "num_shards is 0"),
+        (["t0repro.jax_training.data_shards = 0"], "data_shards is 0"),
         (
             ["t0repro.jax_training.data_shards = 2", "run.checkpoint_input_pipeline = True"],
             "in several shards cannot be saved",

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from t0repro.config.checkpoints import RestoreConfig
 from t0repro.config.data import EvalDataConfig, TrainDataConfig
 from t0repro.config.model import DTypePolicy, ModelConfig
 from t0repro.config.optimizer import (
@@ -59,10 +60,12 @@ plans = st.builds(
     ),
     save_checkpoints_steps=sizes,
     keep_checkpoint_max=st.none() | sizes,
-    init_checkpoint=st.none() | names,
-    init_variable_filter=names,
-    places=st.none(),
-) | st.sampled_from([PLAN, dataclasses.replace(PLAN, save=None)])
+)
+plans = st.builds(
+    dataclasses.replace,
+    plans | st.sampled_from([PLAN, dataclasses.replace(PLAN, save=None)]),
+    restore=st.none() | st.builds(RestoreConfig, path=names, variable_filter=names),
+)
 shared = dict(
     model_dir=names,
     model=models,

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from t0repro.config.settings import check_settings
 from t0repro.errors import UserError
 from t0repro.progress import heard_by
 from t0repro.runs.train import train
@@ -125,8 +126,8 @@ def test_no_checkpoint_is_removed_unless_a_number_of_them_is_kept(tmp_path, keep
 
 def test_a_negative_number_of_checkpoints_to_keep_is_refused(tmp_path):
     # Mesh TensorFlow's Saver deletes each checkpoint right after saving it then.
-    with pytest.raises(UserError, match="keep_checkpoint_max is -1"):
-        tiny.mesh_plan(save_checkpoints_steps=1, keep_checkpoint_max=-1)
+    with pytest.raises(UserError, match="keep is -1"):
+        check_settings(tiny.mesh_plan(save_checkpoints_steps=1, keep_checkpoint_max=-1), {})
 
 
 SLOW = """

@@ -17,7 +17,7 @@ from t0repro.config.configuration import NotOnJax
 from t0repro.config.gin import door
 from t0repro.config.gin.door import Bindings, Reference
 from t0repro.config.mtf.stand_ins import read_signatures
-from t0repro.config.settings import arguments_of
+from t0repro.config.settings import Argument, Found, read_fields
 from t0repro.errors import UserError
 
 _Settings = TypeVar("_Settings")
@@ -146,17 +146,20 @@ class Arguments:
           scope: In which its configurables are called; None for where Mesh TensorFlow calls them.
           rules: The values of fields for which the argument itself is not the value.
         """
-        values = dict(rules)
-        for field, setting in arguments_of(kind, "mtf").items():
-            tower, _, name = setting.configurable.rpartition("/")
+
+        def find(declared: Argument) -> Found:
+            argument, (tower, _, name) = declared.argument, declared.configurable.rpartition("/")
             selector = full_name(name)
-            called_in = scope or scopes_read(selector, self.model_type, setting.argument)[-1]
+            called_in = scope or scopes_read(selector, self.model_type, argument)[-1]
             if tower and self.model_type == "bitransformer":
                 called_in = tower
-            self.note(f"{prefix}{field}", name, setting.argument, *door.outer_scopes(called_in))
-            if field not in rules:
-                values[field] = self.read(name, called_in)[setting.argument]
-        return values
+            return Found(
+                lambda _: self.read(name, called_in)[argument],
+                self.bindings.source(door.outer_scopes(called_in), selector, argument),
+                f"{name}.{argument}",
+            )
+
+        return read_fields(kind, "mtf", find, self.provenance, prefix, rules)
 
     def require(self, name: str, argument: str, *, none_is_missing: bool = True) -> Any:
         """An argument that the run's mode needs.

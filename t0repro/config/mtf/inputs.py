@@ -197,14 +197,8 @@ def _read_batch_size(arguments: Arguments, sequence_length: Mapping[str, int] | 
 def _count_microbatches(
     arguments: Arguments, batch_size: int, sequence_length: Mapping[str, int] | None
 ) -> int:
-    name, argument = "utils.serialize_num_microbatches", "tokens_per_microbatch_per_replica"
-    tokens = arguments.read(name)[argument]
-    if tokens is not None and type(tokens) is not int:
-        raise UserError(
-            f"{name.rpartition('.')[2]}.{argument} is {tokens!r}; it must be a whole number.",
-            where=arguments.place(argument, name),
-            fix="Bind a whole number, or None for a single microbatch.",
-        )
+    name = "utils.serialize_num_microbatches"
+    tokens = arguments.read(name)["tokens_per_microbatch_per_replica"]
     # Only training accumulates gradients.
     if not tokens or sequence_length is None or arguments.run["mode"] != "train":
         return 1

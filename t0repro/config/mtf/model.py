@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast, get_args
 
 from t0repro.adapters import Adapter
-from t0repro.config.configuration import NotOnJax
+from t0repro.config.configuration import NotOnJax, RunInputs
 from t0repro.config.gin import door
 from t0repro.config.gin.folders import is_shipped
 from t0repro.config.model import Activation, DType, DTypePolicy, Layout, ModelConfig
@@ -226,7 +226,7 @@ def _read_towers(arguments: Arguments) -> list[_Tower]:
 
 def _read_tower(arguments: Arguments, scope: str, kinds: tuple[str, ...], name: str) -> _Tower:
     items = door.value_of(full_name(_MAKE_STACK), "layers", scope)
-    if not isinstance(items, list | tuple):
+    if not isinstance(items, list | tuple) or not items:
         arguments.refuse(f"layers = {door.format_value(items)}", "layers", _MAKE_STACK, scope)
     block = [_read_layer(arguments, item, number, scope) for number, item in enumerate(items)]
     options = arguments.read(_TOWER, scope)
@@ -265,25 +265,14 @@ def _read_layer(arguments: Arguments, item: Any, number: int, scope: str) -> _La
 def _pad_rows(arguments: Arguments, tower: _Tower, size: int) -> int:
     """Rows of the embedding, padded so that any mesh can shard them."""
     divisor = tower.options["vocab_divisor"]
-    if divisor < 1:
-        raise UserError(
-            f"Unitransformer.vocab_divisor is {divisor!r}; it must be a whole number, at least 1.",
-            where=arguments.place("vocab_divisor", _TOWER, tower.scope),
-            fix="Bind a whole number, at least 1.",
-        )
+    place = arguments.place("vocab_divisor", _TOWER, tower.scope)
+    check_field(RunInputs, "vocab_divisor", divisor, place, "Unitransformer.vocab_divisor")
     return -(-size // divisor) * divisor
 
 
 def _check_tower(arguments: Arguments, tower: _Tower) -> None:
     """Refuses a layer, sublayer or option of a tower that the JAX model lacks."""
     scope, kinds, layers = tower.scope, tower.kinds, tower.layers
-    if not layers:
-        field = "num_encoder_layers" if scope == "encoder" else "num_decoder_layers"
-        raise UserError(
-            f"model.{field} is 0; it must be a whole number, at least 1.",
-            where=arguments.place("num_layers", _MAKE_STACK, scope),
-            fix="Bind num_layers to a number of layers, or make_layer_stack.layers to a list.",
-        )
     if tower.options["positional_embedding"] or tower.options["sinusoid_positional_embedding"]:
         arguments.refuse("learned position embeddings", "positional_embedding", _TOWER, scope)
 

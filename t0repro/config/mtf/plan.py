@@ -7,12 +7,13 @@ nothing in an encoder-decoder model: Bitransformer.decode passes its own.
 
 from __future__ import annotations
 
+from t0repro.config.checkpoints import RestoreConfig, SaveConfig
 from t0repro.config.configuration import NotOnJax
 from t0repro.config.data import EvalDataConfig, TrainDataConfig
 from t0repro.config.decoding import DecodingConfig, InferConfig, ScoreStringsConfig
 from t0repro.config.mtf.arguments import Arguments, full_name
 from t0repro.config.mtf.inputs import count_shards
-from t0repro.config.run import TrainingPlan, mesh_transformer_plan
+from t0repro.config.run import TrainingPlan
 from t0repro.errors import UserError
 
 
@@ -82,34 +83,19 @@ def read_plan(
     arguments: Arguments, train_data: TrainDataConfig | None, init_checkpoint: str | None
 ) -> TrainingPlan:
     """The intervals of mesh_transformer_main, with the numbers that gin binds."""
-    run, estimator = arguments.run, "utils.tpu_estimator_model_fn"
-    notes = {"period": "save_checkpoints_steps", "keep": "keep_checkpoint_max"}
-    for field, name in notes.items():
-        arguments.note(f"plan.save.{field}", "utils.run", name)
+    restore, training = None, arguments.read("t0repro.jax_training")
+    init_adapter = training["init_adapter"] if arguments.run["mode"] == "train" else None
     if init_checkpoint is not None:
-        arguments.note("plan.restore.path", "utils.run", "init_checkpoint")
-        arguments.note("plan.restore.variable_filter", estimator, "init_variable_filter")
-    training = arguments.read("t0repro.jax_training")
-    init_adapter = training["init_adapter"] if run["mode"] == "train" else None
-    if init_adapter is not None:
-        arguments.note("plan.restore.adapter", "t0repro.jax_training", "init_adapter")
-        if init_checkpoint is None:
-            raise UserError(
-                f"init_adapter is {init_adapter!r}, but its base is not given.",
-                where=arguments.provenance["plan.restore.adapter"],
-                fix="Bind utils.run.init_checkpoint to the base.",
-            )
-    return mesh_transformer_plan(
-        train_data,
-        init_checkpoint=init_checkpoint,
-        init_variable_filter=arguments.read(estimator).get("init_variable_filter") or "",
-        init_adapter=init_adapter,
-        places={
-            **{name: arguments.place(name) for name in (*notes.values(), "init_checkpoint")},
-            "init_variable_filter": arguments.place("init_variable_filter", estimator),
-        },
-        **{name: run[name] for name in notes.values()},
-    )
+        restore = arguments.settings(RestoreConfig, "plan.restore.", adapter=init_adapter)
+    elif init_adapter is not None:
+        raise UserError(
+            f"init_adapter is {init_adapter!r}, but its base is not given.",
+            where=arguments.place("init_adapter", "t0repro.jax_training"),
+            fix="Bind utils.run.init_checkpoint to the base.",
+        )
+    save = arguments.settings(SaveConfig, "plan.save.")
+    parts = {"train_data": train_data, "save": save, "restore": restore}
+    return arguments.settings(TrainingPlan, "plan.", **parts)
 
 
 def read_decoding(arguments: Arguments) -> DecodingConfig:
@@ -118,26 +104,23 @@ def read_decoding(arguments: Arguments) -> DecodingConfig:
     Raises:
       NotOnJax: For options that Mesh TensorFlow's decoding refuses too.
     """
-    decode, options = "Bitransformer.decode", arguments.read("Bitransformer.decode")
-    # What Bitransformer.decode and sample_autoregressive refuse.
-    if options["beam_size"] > 1:
-        for argument, neutral in (("temperature", 0), ("sampling_keep_top_k", -1)):
-            if options[argument] != neutral:
-                what = f"A beam search with {argument} = {options[argument]!r}"
-                _refuse(arguments, what, argument, decode)
-    if options["sampling_keep_top_k"] != -1 and options["sampling_keep_top_k"] <= 0:
-        what = "sampling_keep_top_k below 1 (but not -1)"
-        _refuse(arguments, what, "sampling_keep_top_k", decode)
-    search = "beam_search.beam_search"
-    prefilter = arguments.read(search)["num_prefilter"]
     # The device mesh decides how many candidates each shard of the vocabulary contributes.
     shards = count_shards(arguments, "vocab")
+    decoding = arguments.settings(DecodingConfig, "decoding.", vocab_parts=shards)
+    # What Bitransformer.decode and sample_autoregressive refuse.
+    if decoding.beam_size > 1:
+        for argument, value, neutral in (
+            ("temperature", decoding.temperature, 0),
+            ("sampling_keep_top_k", decoding.keep_top_k, -1),
+        ):
+            if value != neutral:
+                what = f"A beam search with {argument} = {value!r}"
+                _refuse(arguments, what, argument, "Bitransformer.decode")
     # A beam search needs two candidates per beam, in case one of them ends.
-    if prefilter and prefilter * shards < 2:
-        _refuse(arguments, f"num_prefilter = {prefilter}", "num_prefilter", search)
-    return arguments.settings(
-        DecodingConfig, "decoding.", prefilter=prefilter or 0, vocab_parts=shards
-    )
+    if decoding.prefilter and decoding.prefilter * shards < 2:
+        what = f"num_prefilter = {decoding.prefilter}"
+        _refuse(arguments, what, "num_prefilter", "beam_search.beam_search")
+    return decoding
 
 
 def read_text(arguments: Arguments) -> dict[str, InferConfig | ScoreStringsConfig]:
@@ -154,9 +137,6 @@ def _read_infer(arguments: Arguments) -> InferConfig:
     function = "utils.decode_from_file"
     for argument in ("input_filename", "output_filename"):
         arguments.require(function, argument)
-    repeats = arguments.read(function)["repeats"]
-    if repeats < 1:
-        _refuse(arguments, f"repeats = {repeats}", "repeats", function)
     return arguments.settings(InferConfig, "text.")
 
 

@@ -43,8 +43,11 @@ _TYPES: Mapping[str, Any] = {
     **dict.fromkeys(("train_dataset_fn", "eval_dataset_fn", "score_dataset_fn"), Callable | None),
     "activation": str | Sequence[str],
     "beam_size": int,
+    "init_variable_filter": str | None,
     "num_heads": int,
     "sampling_keep_top_k": int,
+    "save_checkpoints_steps": int,
+    "tokens_per_microbatch_per_replica": int | None,
     "vocab_divisor": int,
 }  # fmt: skip
 # The JAX stack reads these from the object made in the scope, or in the scope of a reference.

@@ -13,7 +13,7 @@ from t0repro.config.gin import door
 from t0repro.config.gin.door import short
 from t0repro.config.gin.folders import strip_folder
 from t0repro.config.run import UserClass
-from t0repro.config.settings import arguments_of, check_field, fixed_values
+from t0repro.config.settings import Argument, Found, read_fields
 from t0repro.config.t5x.arguments import (
     KIND_OF,
     ONLY_T5X,
@@ -132,22 +132,18 @@ class Call:
         Raises:
           UserError: For a value of another type or outside its range, with its place.
         """
-        values = fixed_values(kind, "t5x") | given
-        for field, declared in arguments_of(kind, "t5x").items():
+
+        def find(declared: Argument) -> Found | None:
             if (found := self.find(declared.name)) is None:
-                continue
+                return None
             call, argument = found
-            place = call.places.get(argument)
-            if place:
-                places.setdefault(f"{prefix}{field}", place)
-            if field in given:
-                continue
-            value = build(call[argument], places, f"{prefix}{field}.")
-            if declared.read is not None:
-                value = declared.read(value)
-            check_field(kind, field, value, place, shown=f"{call.shown}.{argument}")
-            values[field] = value
-        return kind(**values)
+            return Found(
+                lambda inside: build(call[argument], places, inside),
+                call.places.get(argument),
+                f"{call.shown}.{argument}",
+            )
+
+        return kind(**read_fields(kind, "t5x", find, places, prefix, given))
 
 
 def call_with_defaults(configurable: str, **arguments: Any) -> Call:
