@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t0repro.evaluation.opened import Checkpoint
+from t0repro.model.matmuls import FIXED_KERNELS
 from t0repro.model.shapes import Array, Float, Int
 from t0repro.model.t5 import T5
 from t0repro.partitioning.devices import count_data_shards, fetch, use_devices_of
@@ -118,7 +119,7 @@ def _texts_of(
         yield text, (values[row] if values.ndim == 2 else values[row, : len(ids[text])]).copy()
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4))
+@functools.partial(jax.jit, static_argnums=(0, 4), compiler_options=FIXED_KERNELS)
 def _encode(
     model: T5,
     params: dict,

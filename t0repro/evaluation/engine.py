@@ -32,6 +32,7 @@ from t0repro.evaluation.grouping import (
 )
 from t0repro.evaluation.pairs import Pairs, collect_pairs
 from t0repro.model.layers import KeysAndValues
+from t0repro.model.matmuls import FIXED_KERNELS
 from t0repro.model.shapes import Array, Float, Int
 from t0repro.model.t5 import T5, make_cross_attention_cache
 from t0repro.model.towers import CrossAttentionCache
@@ -261,7 +262,7 @@ def make_room(model: T5, rows: int, tokens: int) -> CrossAttentionCache:
     return (KeysAndValues(zeros, zeros),) * config.num_decoder_layers
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2, compiler_options=FIXED_KERNELS)
 def encode(
     model: T5,
     params: dict,
@@ -299,7 +300,13 @@ def _put(room: Array, new: Array, start: Array) -> Array:
     return bits.view(room.dtype)
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="misses", donate_argnums=2)
+@functools.partial(
+    jax.jit,
+    static_argnums=0,
+    static_argnames="misses",
+    donate_argnums=2,
+    compiler_options=FIXED_KERNELS,
+)
 def decode(
     model: T5,
     params: dict,
@@ -354,7 +361,9 @@ def decode(
     return _token_values(model, params, hidden, rows, segments, targets.shape, misses), read
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="misses")
+@functools.partial(
+    jax.jit, static_argnums=0, static_argnames="misses", compiler_options=FIXED_KERNELS
+)
 def read_texts(
     model: T5,
     params: dict,

@@ -25,6 +25,7 @@ from t0repro.data.train_data import rename_seqio_features
 from t0repro.errors import UserError
 from t0repro.evaluation.engine import is_out_of_memory, score_examples
 from t0repro.evaluation.generation import rows_decoded_together, say_halved
+from t0repro.model.matmuls import FIXED_KERNELS
 from t0repro.model.shapes import Array, Float
 from t0repro.model.t5 import T5
 from t0repro.model.t5x_decoding import MIN_TEMPERATURE, continue_prompts, generate
@@ -118,7 +119,7 @@ class ModelFunctions:
         return score_rows(self.model, self.params, own)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0, compiler_options=FIXED_KERNELS)
 def score_rows(model: T5, params: Any, batch: Any) -> Float[Array, " batch"]:
     """Log-likelihood of each row's targets by their weights: natural log, not normalized.
 
@@ -157,19 +158,19 @@ class UserModelFunctions:
 
     def predict(self, dataset: Any) -> Indexed:
         """Token ids of each example's output."""
-        predict = jax.jit(self.model.predict_batch)
+        predict = jax.jit(self.model.predict_batch, compiler_options=FIXED_KERNELS)
         return self._outputs(dataset, lambda batch, key: predict(self.params, batch, key))
 
     def predict_with_aux(self, dataset: Any) -> tuple[Indexed, Aux]:
         """Token ids of each example's output, and the model's other results by name."""
-        predict = jax.jit(self.model.predict_batch_with_aux)
+        predict = jax.jit(self.model.predict_batch_with_aux, compiler_options=FIXED_KERNELS)
         rows = list(_compute_batches(self, dataset, lambda b, key: predict(self.params, b, key)))
         names = rows[0][1] if rows else ()
         return [pair for pair, _ in rows], {name: [aux[name] for _, aux in rows] for name in names}
 
     def score(self, dataset: Any) -> Indexed:
         """The model's `score_batch` of each example's targets."""
-        score = jax.jit(self.model.score_batch)
+        score = jax.jit(self.model.score_batch, compiler_options=FIXED_KERNELS)
         return self._outputs(dataset, lambda batch, _: score(self.params, batch))
 
     def _outputs(self, dataset: Any, function: Callable[[Any, jax.Array], Any]) -> Indexed:

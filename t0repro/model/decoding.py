@@ -35,6 +35,7 @@ from t0repro.model.decoder_steps import (
     read_inputs,
     read_prompts,
 )
+from t0repro.model.matmuls import FIXED_KERNELS
 from t0repro.model.shapes import Array, Float, Int
 from t0repro.model.t5 import T5
 
@@ -57,6 +58,9 @@ class Decoded(NamedTuple):
     scores: Float[Array, " batch"]
 
 
+@functools.partial(
+    jax.jit, static_argnames=("model", "config", "length"), compiler_options=FIXED_KERNELS
+)
 def generate(
     model: T5,
     params: Parameters,
@@ -81,16 +85,13 @@ def generate(
         the row's own in the batch.
     """
     inputs = jnp.asarray(inputs, jnp.int32)
-    if config.beam_size > 1:
-        if search_steps is None:
-            search_steps = np.full(inputs.shape[0], length, np.int32)
-        options = (config.beam_size, config.alpha, config.prefilter, config.vocab_parts)
-        steps = jnp.minimum(jnp.asarray(search_steps, jnp.int32), length)
-        return _search(model, length, options, params, inputs, steps)
-    options = (config.temperature, config.keep_top_k)
     rows = inputs.shape[0]
+    if config.beam_size > 1:
+        steps = length if search_steps is None else jnp.asarray(search_steps, jnp.int32)
+        limits = jnp.minimum(jnp.broadcast_to(steps, rows), length)
+        return _search(model, length, config, params, inputs, limits)
     seeds = jnp.tile(jnp.arange(rows)[:, None], 2) if seeds is None else jnp.asarray(seeds)
-    return Decoded(_sample(model, length, options, params, inputs, seeds), jnp.zeros(rows))
+    return Decoded(_sample(model, length, config, params, inputs, seeds), jnp.zeros(rows))
 
 
 def search_limit(longest_input: int, config: DecodingConfig) -> int:
@@ -137,17 +138,15 @@ def _read(
     return _Start(None, cache, first, last)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _sample(
     model: T5,
     length: int,
-    options: tuple[float, int],
+    config: DecodingConfig,
     params: Parameters,
     inputs: Int[Array, "batch memory"],
     seeds: Int[Array, "batch 2"],
 ) -> Int[Array, "batch length"]:
     """Generates tokens one by one until each row has its EOS or is `length` long."""
-    temperature, keep_top_k = options
     rows = inputs.shape[0]
     fold_in = jax.vmap(jax.random.fold_in)
     keys = fold_in(fold_in(jnp.broadcast_to(jax.random.key(0), rows), seeds[:, 0]), seeds[:, 1])
@@ -162,7 +161,7 @@ def _sample(
         at = first + position
         logits, cache = decoder_step(model, params, reads, cache, last[:, None], at)
         here = fold_in(keys, jnp.broadcast_to(position, rows))
-        chosen = _choose(logits[:, 0], temperature, keep_top_k, here)
+        chosen = _choose(logits[:, 0], config.temperature, config.keep_top_k, here)
         # A row that is done stays padding.
         chosen = jnp.where(done, 0, chosen)
         tokens = tokens.at[:, position].set(chosen)
@@ -209,20 +208,18 @@ class _Beams:
     is_finished: jax.Array
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _search(
     model: T5,
     length: int,
-    options: tuple[int, float, int, int],
+    config: DecodingConfig,
     params: Parameters,
     inputs: Int[Array, "batch memory"],
     limits: Int[Array, " batch"],
 ) -> Decoded:
     """Finds each row's best beam; all rows continue until no alive beam can become the best."""
-    beams, alpha, prefilter, vocab_parts = options
-    rows = inputs.shape[0]
+    beams, rows = config.beam_size, inputs.shape[0]
     reads, cache, first, last = _read(model, params, inputs, length, beams)
-    penalties = jnp.asarray(_length_penalties(length, alpha))
+    penalties = jnp.asarray(_length_penalties(length, config.alpha))
 
     def is_unfinished(position: jax.Array, state: _Beams) -> jax.Array:
         return (position < limits) & ~_is_decided(state, penalties[limits]).all()
@@ -235,7 +232,9 @@ def _search(
         at = first + position
         logits, cache = decoder_step(model, params, reads, cache, state.last, at)
         penalty = penalties[position + 1]
-        grown, parents = _grow(state, logits, position, penalty, prefilter, vocab_parts)
+        grown, parents = _grow(
+            state, logits, position, penalty, config.prefilter, config.vocab_parts
+        )
         active = is_unfinished(position, state)
 
         # Rows may have different limits: a row that is done keeps its state while others continue.

@@ -18,6 +18,14 @@ from t0repro.partitioning.devices import count_shards, device_to_trace_for
 # with gradients of its own. The second has an index in both operands and in the result.
 MATMUL, BATCHED_MATMUL = "matmul", "batched_matmul"
 
+# Compiler options of programs whose results are compared bit for bit. XLA for GPUs measures which
+# kernels are fastest each time it compiles, and so would choose others on another day; with these,
+# cuBLASLt's first choice computes each matmul. Other platforms ignore them.
+FIXED_KERNELS: dict[str, str | bool] = {
+    "xla_gpu_deterministic_ops": True,
+    "xla_gpu_enable_triton_gemm": False,
+}
+
 
 def einsum(equation: str, x: Array, y: Array, dtype: DTypeLike | None = None) -> Array:
     """`jnp.einsum` of two arrays, like "bhqd,bhkd->bhqk".

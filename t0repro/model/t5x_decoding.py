@@ -28,6 +28,7 @@ from t0repro.model.decoder_steps import (
     read_inputs,
     read_prompts,
 )
+from t0repro.model.matmuls import FIXED_KERNELS
 from t0repro.model.shapes import Array, Float, Int
 from t0repro.model.t5 import T5
 
@@ -95,6 +96,7 @@ StateCallback = Callable[[SamplingLoopState], SamplingLoopState]
 LogitCallback = Callable[[jax.Array, SamplingLoopState], jax.Array]
 
 
+@functools.partial(jax.jit, static_argnames=("model", "plan"), compiler_options=FIXED_KERNELS)
 def generate(
     model: T5,
     params: Parameters,
@@ -118,18 +120,7 @@ def generate(
     # T5X takes the prompt from the decoder's inputs, which lack the last target.
     prompt = jnp.pad(jnp.asarray(targets, jnp.int32)[:, :-1], ((0, 0), (1, 0)))
     prompt = jnp.where(plan.prompt_with_targets & (prompt != plan.eos_id), prompt, 0)
-    return _generate(model, plan, params, jnp.asarray(inputs, jnp.int32), prompt, key)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _generate(
-    model: T5,
-    plan: DecodingPlan,
-    params: Parameters,
-    inputs: Int[Array, "batch memory"],
-    prompt: Int[Array, "batch length"],
-    key: jax.Array,
-) -> Decodes:
+    inputs = jnp.asarray(inputs, jnp.int32)
     decode, length = _decode_function(plan, prompt.shape[1]), prompt.shape[1]
     cache, tokens_to_logits = t5_functions(model, params, inputs, plan.num_decodes, length)
     return decode(prompt, cache, tokens_to_logits, decode_rng=key)
@@ -145,7 +136,7 @@ def _decode_function(plan: DecodingPlan, length: int) -> Callable[..., Decodes]:
     return functools.partial(decode, **options)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=FIXED_KERNELS)
 def continue_prompts(
     model: T5,
     plan: DecodingPlan,

@@ -148,7 +148,8 @@ def evaluation_programs(config: CheckpointRun, partitioning: Partitioning) -> It
         platform = partitioning.mesh.devices.flat[0].platform
         rows = rows_decoded_together(model, padded + length, platform)
     inputs = _tokens(partitioning, rows * partitioning.data, padded)
-    texts = jax.jit(lambda p, x: generate(model, p, x, config.decoding, length=length))
+    decoding = {"config": config.decoding, "length": length}
+    texts = jax.jit(functools.partial(generate.__wrapped__, model, **decoding))
     yield _compiled("generate", texts, (parameters, inputs), partitioning)
 
 

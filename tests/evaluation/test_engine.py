@@ -1,5 +1,7 @@
+import ast
 import dataclasses
 import re
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -278,3 +280,20 @@ def test_misses_are_the_targets_that_greedy_decoding_would_not_choose(params):
         misses[scored.pairs] = scored.misses
     expected = [0.0] * len(examples) + [1.0] * len(other)
     assert pairs.expand_to_examples(misses).tolist() == expected
+
+
+def test_every_program_that_scores_encodes_or_generates_fixes_a_gpus_kernels():
+    """Otherwise XLA for GPUs takes those that it measures to be fastest, others on another day."""
+    package = Path(engine.__file__).parents[1]
+    files = [*package.glob("evaluation/*.py"), *package.glob("model/*decoding.py")]
+    trees = [ast.parse(file.read_text()) for file in files]
+    programs = [
+        ast.unparse(node)
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and "jax.jit" in map(ast.unparse, (node.func, *node.args))
+    ]
+    assert len(programs) >= 10
+    # Zeros are no arithmetic.
+    zeros = ["functools.partial(jax.jit, static_argnums=(0, 1, 2))"]
+    assert [each for each in programs if "FIXED_KERNELS" not in each] == zeros

@@ -153,7 +153,7 @@ def test_the_limit_of_a_search_is_of_the_consecutive_examples_and_what_fills_the
 
 def test_batches_whose_inputs_round_to_the_same_length_are_compiled_once(params):
     model = T5(dataclasses.replace(MODEL.config, z_loss=0.5), MODEL.dtypes)  # compiled nowhere else
-    before = decoding._sample._cache_size()
+    before = decoding.generate._cache_size()
     for lengths in ((3, 9, 4, 2, 12), (16, 1, 5), (7, 7)):
         generate_tokens(params, model, inputs_of(*lengths), GREEDY, length=6)
-    assert decoding._sample._cache_size() == before + 1
+    assert decoding.generate._cache_size() == before + 1
