@@ -12,7 +12,7 @@ import numpy as np
 from t0repro.evaluation.evaluation_facts import package_versions
 from t0repro.parity.run import Finding, Job, Parity, to_json
 from t0repro.reports.drawing import ROLES, Drawing, inline_plot, integer_steps
-from t0repro.reports.page import Page, Section
+from t0repro.reports.page import Column, Page, Section
 from t0repro.reports.provenance import git_commit
 from t0repro.reports.report_files import write_page
 from t0repro.words import counted
@@ -66,7 +66,8 @@ def sections(parity: Parity, job: Job, facts: dict[str, Any]) -> list[Section]:
     )
     kinds = dict.fromkeys(finding.kind for finding in parity.findings)
     rows = [_summary(kind, [f for f in parity.findings if f.kind == kind]) for kind in kinds]
-    header = ("quantity", "compared", "worst", "error", "tolerance", "departing")
+    header = (Column("quantity"), "compared", Column("worst", wide=True), "error", "tolerance",
+              "departing")  # fmt: skip
     found = [Section("Outcome", tuple(lines), header=header, rows=tuple(rows))]
     found.append(
         Section("Training loss of both stacks", plot=losses_plot(parity), **_losses(parity))
@@ -96,7 +97,16 @@ def _tolerance(finding: Finding) -> str:
 
 
 def _table(findings: Sequence[Finding]) -> dict[str, Any]:
-    header = ("name", "values", "RMS", "RMS of the difference", "median", "90%", "99%", "largest")
+    header = (
+        Column("name"),
+        "values",
+        "RMS",
+        "RMS of the difference",
+        "median",
+        "90%",
+        "99%",
+        "largest",
+    )
     rows = tuple(
         (
             finding.name,
@@ -125,8 +135,8 @@ def _losses(parity: Parity) -> dict[str, Any]:
     rows = tuple(
         (
             str(parity.start_step + int(at) + 1),
-            f"{mesh[at]:.7g}",
-            f"{ours[at]:.7g}",
+            f"{mesh[at]:#.7g}",
+            f"{ours[at]:#.7g}",
             f"{(ours[at] - mesh[at]) / mesh[at]:+.1e}",
         )
         for at in chosen
@@ -182,15 +192,18 @@ def error_plot(findings: Sequence[Finding], label: str) -> str:
 
         # On a narrow screen names go above their bars, because there is no room beside them.
         pitch, left = (0.36, 0.15) if drawing.narrow else (0.2, 3.6)
-        axes = drawing.axes(0.9 + pitch * len(shown), left)
+        axes = drawing.axes(0.9 + pitch * len(shown), left, 0.3)
         names = [_short(finding.name) for finding in reversed(shown)]
         for row, (name, finding) in enumerate(zip(names, reversed(shown), strict=True)):
             _draw_error(drawing, axes, row, finding)
             if drawing.narrow:
                 axes.text(_SMALLEST, row + 0.5, f" {name}", va="center", color=ROLES["ink"])
-        if tolerance is not None:
-            style = {"linewidth": 1.6, "linestyle": (0, (3, 2))}
-            axes.axvline(tolerance, color=ROLES["chance"], **style)
+        if tolerance is not None and drawing.narrow:  # beside the bars: it would cross the names
+            rows = np.arange(len(shown))
+            line = {"color": ROLES["chance"], "linewidth": 1.6}
+            axes.vlines([tolerance] * len(shown), rows - 0.3, rows + 0.3, **line)
+        elif tolerance is not None:
+            axes.axvline(tolerance, color=ROLES["chance"], linewidth=1.6, linestyle=(0, (3, 2)))
         axes.set_xscale("log")
         # Bars end at 1e3, where NaN and infinity are drawn too.
         axes.set_xlim(

@@ -23,6 +23,9 @@ Points = list[tuple[int, float]]
 Panels = dict[str, dict[str, Points]]
 
 
+TOKEN_ACCURACY = "accuracy of target tokens, from 0 to 1"
+"""What a training run's accuracy is."""
+
 _COLUMNS = 60  # width of a curve on a terminal
 
 
@@ -120,6 +123,8 @@ def _in_one_unit(
 ) -> tuple[str, dict[int, float]]:
     """What a metric's values at a place are, and the values; losses per target token if known."""
     values = found[metric][place]
+    if metric == "accuracy" and place == _TRAIN:  # an evaluation's is in percent
+        return TOKEN_ACCURACY, values
     if metric != "loss":
         return metric, values
     per_token = found.get(LOSS_PER_TOKEN, {}).get(place, {})

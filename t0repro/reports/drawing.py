@@ -128,14 +128,18 @@ def integer_steps(axes, count: int) -> None:
 def spread_out(values: Mapping[Key, float], gap: float) -> dict[Key, float]:
     """Positions for labels in 0 to 100, near their values, at least `gap` apart where possible."""
     places: dict[Key, float] = {}
+    ascending = sorted(values, key=lambda key: values[key])
     lowest = 0.0
-    # Ascending: each label is pushed up by the one below it.
-    for key in sorted(values, key=lambda key: values[key]):
+    # Each label is pushed up by the one below it.
+    for key in ascending:
         places[key] = max(values[key], lowest)
         lowest = places[key] + gap
-    # If labels were pushed beyond the top, move all of them down together.
-    beyond = max(places.values(), default=0) - 100
-    return {key: place - max(beyond, 0) for key, place in places.items()}
+    # Those that were pushed beyond the top push the ones below them down again.
+    highest = 100.0
+    for key in reversed(ascending):
+        places[key] = min(places[key], highest)
+        highest = places[key] - gap
+    return places
 
 
 def _inline_svg(drawing: Drawing, label: str, prefix: str) -> str:

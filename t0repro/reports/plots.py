@@ -10,6 +10,7 @@ unreadable on a narrow one; the page's style sheet shows the one that fits.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 
 from t0repro.reports.drawing import ROLES, Drawing, inline_plot, integer_steps, spread_out
@@ -85,7 +86,7 @@ def curves_plot(
     def draw(drawing: Drawing) -> None:
         height = 0.9 + max(2.8, 0.25 * len(curves))
         names = _short_names(list(curves), 14 if drawing.narrow else 26)
-        right = 0.2 + 0.085 * max(map(len, names))
+        right = 0.2 + 0.09 * max(map(len, names))
         axes = drawing.axes(height, _LEFT, right)
         # Four colors with four dashes distinguish sixteen curves; then they repeat.
         colors = [ROLES[_COLORS[number % 4]] for number in range(len(curves))]
@@ -114,13 +115,22 @@ def curves_plot(
 
 
 def _short_names(names: Sequence[str], length: int) -> list[str]:
-    """Truncates names: at their ends or, if that would make two equal, in the middle."""
+    """Truncates names: at their ends or, if that would make two equal, to what distinguishes them.
+
+    A name may be a run's and a task's, `a: task`.
+    """
     shown = [printable(name) for name in names]
     short = [shortened(name, length) for name in shown]
     if len(set(short)) == len(short):
         return short
-    ending = os.path.commonprefix([name[::-1] for name in shown])  # common to all
-    shown = [name[: len(name) - len(ending)] for name in shown]
+    runs = ["".join(name.rpartition(": ")[:2]) for name in shown]
+    tasks = [name.rpartition(": ")[2] for name in shown]
+    # Words, and what is between them; those with which all tasks begin or end are left out.
+    words = [re.findall(r"[^\W_]+|[\W_]+", task) for task in tasks]
+    begin = len(os.path.commonprefix(words))
+    end = len(os.path.commonprefix([each[::-1] for each in words]))
+    own = ["".join(each[begin : len(each) - end]).strip("_ /") for each in words]
+    shown = [run + (part or task) for run, part, task in zip(runs, own, tasks, strict=True)]
     half = (length - 1) // 2
     return [n if len(n) <= length else f"{n[:half]}…{n[-half:]}" for n in shown]
 

@@ -180,6 +180,9 @@ def test_a_report_has_both_curves_a_bar_for_each_tensor_its_bound_and_the_source
     assert len(errors) == 4 and of_kinds == {
         tip for tip in of_kinds for plot in errors if f'data-tip="{tip}' in plot
     }
+    # Names are text, which wraps on a narrow screen.
+    assert '<th scope="row">gradient</th>' in html and '<th scope="row">kernel</th>' in html
+    assert '<td data-name="worst" class="text wide">kernel</td>' in html
     text = (tmp_path / "parity.md").read_text()
     assert "## Where this comes from\n" in text
     assert "gin files: dataset.gin." in text and "run.train_steps = 25" in text

@@ -1,5 +1,6 @@
 """Curves are read from metrics.jsonl, or else from TensorBoard's files, and drawn on one scale."""
 
+import itertools
 import json
 import re
 
@@ -8,7 +9,8 @@ import pytest
 from t0repro.errors import UserError
 from t0repro.event_files import event_writer
 from t0repro.reports import curves
-from t0repro.reports.curves import curves_in_words, curves_page, read_curves
+from t0repro.reports.curves import TOKEN_ACCURACY, curves_in_words, curves_page, read_curves
+from t0repro.reports.drawing import spread_out
 from t0repro.reports.losses import LOSS
 
 
@@ -37,7 +39,7 @@ def test_a_metric_of_several_runs_by_split_the_last_value_of_a_step_counting(tmp
     assert read_panels([a, b], "z_loss") == {
         "z_loss": {"a": [(1, 4.0), (2, 3.0)], "a: validation": [(2, 5.0)], "b": [(1, 2.0)]}
     }
-    assert read_panels([a, b], "accuracy") == {"accuracy": {"b": [(1, 0.5)]}}
+    assert read_panels([a, b], "accuracy") == {TOKEN_ACCURACY: {"b": [(1, 0.5)]}}
     assert list(read_panels([a], "z_loss")["z_loss"]) == ["a", "validation"]
 
 
@@ -87,7 +89,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path):
     for parent in ("x", "y"):
         write_lines(tmp_path / parent / "run", train(1, 1.0, accuracy=0.5))
     panels = read_panels([tmp_path / "x" / "run", tmp_path / "y" / "run"], "accuracy")
-    assert list(panels["accuracy"]) == [str(tmp_path / parent / "run") for parent in ("x", "y")]
+    assert list(panels[TOKEN_ACCURACY]) == [str(tmp_path / parent / "run") for parent in ("x", "y")]
 
 
 def test_a_folder_of_runs_stands_for_the_runs_below_it(tmp_path):
@@ -188,12 +190,29 @@ def test_the_terminal_and_the_page_show_the_same_extremes():
 
 
 def test_curves_whose_names_differ_only_at_the_end_all_have_their_names_in_the_plot():
-    tasks = ("news_which_section", "news_classify_question_first", "news_classify_question_last")
-    curves = {f"{task}_score_eval": [(1, 1.0), (2, 2.0)] for task in tasks}
+    tasks = ("which_section", "classify_question_first", "classify_question_last")
+    curves = {f"news_{task}_score_eval": [(1, 1.0), (2, 2.0)] for task in tasks}
     (section,) = curves_page({"accuracy": curves}).sections
     wide, narrow = section.plot.split('<div class="narrow">')
-    for drawing, names in ((wide, 3), (narrow, 3)):
-        assert len(set(re.findall(r">(news_[^<]*)</text>", drawing))) == names
+    assert len(set(re.findall(r">(news_[^<]*)</text>", wide))) == 3
+    assert ">which_section</text>" in narrow
+    assert len(set(re.findall(r">(classi[^<]*)</text>", narrow))) == 2
+
+
+def test_a_name_of_a_run_and_a_task_keeps_the_run_and_what_distinguishes_the_task():
+    tasks = ("demo_synthetic_ag_news_which_eval", "demo_synthetic_ag_news_first_eval")
+    curves = {f"{run}: {task}": [(1, 1.0)] for run in ("a", "model") for task in tasks}
+    (section,) = curves_page({"accuracy": curves}).sections
+    assert all(section.plot.count(f">{run}: {own}</text>") == 2
+               for run in ("a", "model") for own in ("which", "first"))  # fmt: skip
+
+
+def test_names_of_curves_that_end_close_together_stay_inside_the_plot():
+    # Nine at the top and one at the bottom, which the nine must not push out.
+    ends = {**{number: 99.0 for number in range(9)}, "low": 1.0}
+    places = spread_out(ends, 10)
+    assert min(places.values()) == places["low"] >= 0 and max(places.values()) <= 100
+    assert min(b - a for a, b in itertools.pairwise(sorted(places.values()))) >= 9.99
 
 
 def test_an_empty_metrics_file_is_called_that(tmp_path):
