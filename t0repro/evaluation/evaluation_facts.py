@@ -88,18 +88,33 @@ def package_versions() -> dict[str, str]:
 def rounds_alike(device: str | None) -> bool:
     """Whether scores computed on a `jax_device` have the bits that they have here."""
     # Not on how many devices: each computes the same programs.
-    return (device or "").partition(" x ")[2] == jax_device().partition(" x ")[2]
+    return (device or "").partition(" x ")[2] == device_kind()
 
 
-def jax_device(rounded_by: Collection[str] = ()) -> str:
-    """The devices that JAX computes on, and what changed the last bits of scores there."""
+def jax_device(rounded_by: Collection[str] = (), others: Collection[str] = ()) -> str:
+    """The devices that JAX computes on, and why the last bits of some scores are not theirs.
+
+    Args:
+      rounded_by: what changed them here.
+      others: the `device_kind` of those that computed some of the scores before.
+    """
     import jax
 
-    kind = jax.devices()[0].device_kind
-    device = f"{jax.device_count()} x {kind}, {os.cpu_count()} CPU cores"
-    if kind == "cpu":
-        device += f" of {_name_processor()}"
-    return f"{device}, scores rounded by {' and by '.join(rounded_by)}" if rounded_by else device
+    device = f"{jax.device_count()} x {device_kind()}"
+    if rounded_by:
+        device += f", scores rounded by {' and by '.join(rounded_by)}"
+    return f"{device}, some scores computed by {' and by '.join(others)}" if others else device
+
+
+def device_kind() -> str:
+    """The kind of device that JAX computes on here, and what else there decides last bits."""
+    import jax
+
+    kind = f"{jax.devices()[0].device_kind}, {os.cpu_count()} CPU cores"
+    if kind.startswith("cpu,"):
+        return f"{kind} of {_name_processor()}"
+    # By default, GPUs round the operands of float32 matmuls to TF32, TPUs to bfloat16.
+    return f"{kind}, matmul precision {jax.config.jax_default_matmul_precision or 'default'}"
 
 
 def _name_processor() -> str:

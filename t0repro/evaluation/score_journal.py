@@ -9,7 +9,8 @@ an append-only file of 32-byte records:
     checksum  CRC-32 of the bytes before it
 
 Its folder is named after everything else that determines a score: checkpoint, activation dtype
-and code. The file `rounded_by` beside it has a line for each thing that changed scores' last bits.
+and code. Files beside it have a line for each thing that changed scores' last bits (`rounded_by`),
+and for each kind of device that computed some (`devices`).
 A truncated, edited or non-finite record is ignored, and its pair is scored again.
 """
 
@@ -20,6 +21,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -46,9 +48,6 @@ _CHECKED = _RECORD.itemsize - 4
 
 
 _SECONDS_BETWEEN_SYNCS = 5.0
-
-
-_ROUNDED_BY = "rounded_by"
 
 
 _RECORDS_AT_ONCE = 1 << 16  # so that memory does not grow with the journal
@@ -110,12 +109,6 @@ class ScoreJournal:
                 os.fsync(self._file.fileno())
                 self._synced = time.monotonic()
 
-    def note_rounding(self, by: str) -> None:
-        """Notes, for as long as the scores are kept, what changed the last bits of some."""
-        if by not in roundings(self._path.parent):
-            with open(self._path.with_name(_ROUNDED_BY), "a", encoding="utf-8") as file:
-                file.write(f"{by}\n")
-
     def close(self) -> None:
         """Syncs and closes the file."""
         with name_in_errors(self._path):
@@ -138,9 +131,17 @@ class ScoreJournal:
                 yield records[intact]
 
 
-def roundings(folder: Path) -> list[str]:
-    """What changed the last bits of some scores of a journal's folder."""
-    path = folder / _ROUNDED_BY
+def add_note(folder: Path, file: Literal["rounded_by", "devices"], line: str) -> None:
+    """Notes, for as long as the scores of a journal's folder are kept, what decided last bits."""
+    if line not in read_notes(folder, file):
+        make_folder(folder)
+        with open(folder / file, "a", encoding="utf-8") as opened:
+            opened.write(f"{line}\n")
+
+
+def read_notes(folder: Path, file: Literal["rounded_by", "devices"]) -> list[str]:
+    """What was noted of some scores of a journal's folder."""
+    path = folder / file
     return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
 

@@ -14,6 +14,7 @@ of devices that share the rows, under any limit and in any mixture (see grouping
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,12 @@ from typing import Any
 import numpy as np
 
 from t0repro.errors import UserError
-from t0repro.evaluation.evaluation_facts import jax_device, operative_config, write_facts
+from t0repro.evaluation.evaluation_facts import (
+    device_kind,
+    jax_device,
+    operative_config,
+    write_facts,
+)
 from t0repro.evaluation.evaluation_folder import (
     EvaluationFolder,
     EvaluationSettings,
@@ -33,7 +39,7 @@ from t0repro.evaluation.generation import decode_examples
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.rank_run import RankRun, ScoredChunk
 from t0repro.evaluation.reading import TaskReader, read_buffers
-from t0repro.evaluation.score_journal import ScoreJournal, roundings
+from t0repro.evaluation.score_journal import ScoreJournal, add_note, read_notes
 from t0repro.evaluation.selection import Selection, check_vocabulary, select_tasks
 from t0repro.evaluation.task_output import TaskOutput, TaskResult
 from t0repro.event_files import event_writer
@@ -140,7 +146,9 @@ def rank_eval(
             f"The split {settings.split!r} of {mixture!r} has no examples.",
             fix="Check whether the data is there, and whether the templates drop every row.",
         )
-    device = jax_device(roundings(journal_folder(out, checkpoint)))
+    journal = journal_folder(out, checkpoint)
+    others = set(read_notes(journal, "devices")) - {device_kind()}
+    device = jax_device(read_notes(journal, "rounded_by"), sorted(others))
     write_facts(outcome.folder, checkpoint, selected.names, device)
     config = operative_config(mixture, checkpoint, settings)
     write_atomically(outcome.folder / "operative_config.gin", config)
@@ -183,6 +191,7 @@ class _Evaluation:
         self.checkpoint, self.out, self.settings = checkpoint, out, settings
         self.selected, self.vocabulary, self.metrics = selected, vocabulary, metrics
         path = out / f"{settings.split}_eval"
+        self._journal = journal_folder(out, checkpoint)
         self.folder = EvaluationFolder(path, checkpoint, settings, selected.generated)
         self.outcome = Outcome(
             path, selected.ranked, selected.generated, left_out=selected.left_out
@@ -197,6 +206,8 @@ class _Evaluation:
         self.outcome = dataclasses.replace(self.outcome, finished=finished)
         if finished:
             say(f"Finished already: {len(finished)} of {counted(len(selected.names), 'task')}.")
+        if len(finished) < len(selected.names):
+            add_note(self._journal, "devices", device_kind())
         to_rank = [name for name in selected.ranked if name not in finished]
         self._rank(to_rank)
         for name in selected.generated:
@@ -213,7 +224,7 @@ class _Evaluation:
         settings, free = self.settings, None
         if settings.calibrated:
             free = np.array(self.vocabulary.encode(CONTENT_FREE), np.int32)
-        journal = ScoreJournal(journal_folder(self.out, self.checkpoint) / "pairs.bin")
+        journal = ScoreJournal(self._journal / "pairs.bin")
         # Keep the readers: each one's `available` is known only once it has been read to its end.
         readers = {name: self._reader(name) for name in names}
         tasks: dict[str, _RankedTask] = {}
@@ -226,7 +237,7 @@ class _Evaluation:
                     journal,
                     tokens_per_batch=settings.tokens_per_batch,
                     content_free=free,
-                    note_rounding=journal.note_rounding,
+                    note_rounding=functools.partial(add_note, self._journal, "rounded_by"),
                 )
                 seconds = run.score(lambda chunk: self._add(tasks, readers, chunk))
                 self._count(run, seconds)

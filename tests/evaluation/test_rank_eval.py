@@ -18,7 +18,7 @@ import seqio
 from t0repro.cli.bodies.rank_eval import run
 from t0repro.cli.rank_eval_options import ResultOptions
 from t0repro.errors import UserError
-from t0repro.evaluation import engine, evaluation_folder, reading
+from t0repro.evaluation import engine, evaluation_facts, evaluation_folder, reading
 from t0repro.evaluation.engine import Engine
 from t0repro.evaluation.evaluation_folder import EvaluationFolder, EvaluationSettings
 from t0repro.evaluation.opened import open_checkpoint
@@ -208,20 +208,23 @@ def test_after_a_failure_only_what_is_missing_is_scored(
             raise KeyboardInterrupt
         return dispatch(self, batch, *rest)
 
-    monkeypatch.setattr(Engine, "_dispatch", stops_at_the_second)
     out = tmp_path / "restarted"
-    with pytest.raises(KeyboardInterrupt):
-        evaluate(model_dir, out, settings)
-    monkeypatch.setattr(Engine, "_dispatch", dispatch)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(Engine, "_dispatch", stops_at_the_second)
+        elsewhere.setattr(evaluation_facts, "_name_processor", lambda: "another processor")
+        with pytest.raises(KeyboardInterrupt):
+            evaluate(model_dir, out, settings)
     outcome = evaluate(model_dir, out, settings)
     assert 0 < outcome.scored < whole.scored
     # Not nearly: the same bits, whatever was scored before the failure.
-    assert sha256_of(outcome) == sha256_of(whole)
+    assert facts_of(outcome)["scores_sha256"] == facts_of(whole)["scores_sha256"]
+    cores = f"cpu, {os.cpu_count()} CPU cores of another processor"
+    assert facts_of(outcome)["device"].endswith(f", some scores computed by {cores}")
+    assert "some scores" not in facts_of(whole)["device"]
 
 
-def sha256_of(outcome):
-    """The SHA-256 of an evaluation's scores, as its provenance.json has it."""
-    return json.loads((outcome.folder / "provenance.json").read_text())["scores_sha256"]
+def facts_of(outcome):
+    return json.loads((outcome.folder / "provenance.json").read_text())
 
 
 def test_the_mixture_around_a_task_changes_no_score(evaluated, model_dir, tmp_path):
@@ -311,7 +314,7 @@ def test_results_of_a_model_whose_config_was_corrected_are_not_taken_for_the_new
 
     folder, task = tmp_path / "hf", evaluated[1].tasks[0]
     convert(str(model_dir), str(folder), "hf", slots=False)
-    before = sha256_of(evaluate(folder, tmp_path / "out", mixture=task))
+    before = facts_of(evaluate(folder, tmp_path / "out", mixture=task))["scores_sha256"]
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"layer_norm_epsilon": 0.5}))
     with pytest.raises(UserError, match="rms_norm_epsilon was 1e-06, and .* say 0.5"):
@@ -323,7 +326,7 @@ def test_results_of_a_model_whose_config_was_corrected_are_not_taken_for_the_new
         evaluate(folder, tmp_path / "out", mixture=task)
     after = evaluate(folder, tmp_path / "out", mixture=task, force=True)
     assert after.finished == () and after.scored == after.distinct
-    assert sha256_of(after) != before
+    assert facts_of(after)["scores_sha256"] != before
     assert evaluate(folder, tmp_path / "out", mixture=task).finished == (task,)
 
 
@@ -396,7 +399,7 @@ def test_windows_give_the_scores_of_one_window(evaluated, model_dir, tmp_path, m
     outcome = evaluate(model_dir, tmp_path)
     assert outcome.tasks == whole.tasks
     assert outcome.pairs == whole.pairs
-    assert sha256_of(outcome) == sha256_of(whole)
+    assert facts_of(outcome)["scores_sha256"] == facts_of(whole)["scores_sha256"]
     for task in whole.tasks:
         inputs = f"{task}_inputs"
         assert (outcome.folder / inputs).read_text() == (whole.folder / inputs).read_text()
@@ -746,8 +749,8 @@ def test_the_command_goes_on_after_a_kill_and_writes_a_report(model_dir, tmp_pat
     # The killed run's scores, the restarted one's and those of a run in one go are the same bits.
     settings = dataclasses.replace(SETTINGS, limit=12, tokens_per_batch=512)
     whole = evaluate(model_dir, tmp_path / "in_one_go", settings)
-    assert report.provenance.scores_sha256 == sha256_of(whole)
-    assert f"SHA-256 of the scores: {sha256_of(whole)}" in output
+    assert report.provenance.scores_sha256 == facts_of(whole)["scores_sha256"]
+    assert f"SHA-256 of the scores: {facts_of(whole)['scores_sha256']}" in output
     assert {group.group for group in report.groups} == {"held_out_prompts", "held_out_datasets"}
     assert len(report.tasks) == 9 and all(cost.pairs for cost in report.tasks)
     rows = list(csv.DictReader((tmp_path / "scores.csv").read_text().splitlines()))
