@@ -249,7 +249,7 @@ def read_fields(
     Raises:
       UserError: For a value of another type or outside its range, with its place.
     """
-    values = fixed_values(kind, dialect) | given
+    values = {**fixed_values(kind, dialect), **given}
     for field, argument in arguments_of(kind, dialect).items():
         if (found := find(argument)) is None:
             continue
