@@ -225,7 +225,10 @@ _OF_OWN_PROMPTS = (Drop.NO_TARGET.value, Drop.NO_LABEL.value)
 
 
 def _in_words(counts: Counter[str]) -> str:
-    return "; ".join(f"{count:,} give no example: {why}" for why, count in counts.most_common())
+    return "; ".join(
+        f"{count:,} give{'s' if count == 1 else ''} no example: {why}"
+        for why, count in counts.most_common()
+    )
 
 
 class _Seen:

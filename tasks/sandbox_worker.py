@@ -40,7 +40,7 @@ from t0repro.words import counted, shortened
 
 
 class NoLabel(Exception):
-    """A template looked up a choice by a label that is hidden or null."""
+    """A template looked up a choice, or made a number, of a label that is hidden or null."""
 
 
 class OutOfRange(jinja2.UndefinedError):
@@ -89,7 +89,7 @@ class StrictEnvironment(PromptEnvironment):
         promptsource = promptsource_environment()
         # StrictUndefined: a field that the row lacks is an error, not an empty text.
         super().__init__(loader=jinja2.BaseLoader(), undefined=jinja2.StrictUndefined)
-        strict = {"string": _text_of, _INDEX: _index}
+        strict = {"string": _text_of, "int": _int, _INDEX: _index}
         self.take({**promptsource.filters, **strict}, promptsource.globals)
 
     def compile(self, source: str | jinja2.nodes.Template, *args: Any, **kwargs: Any) -> Any:
@@ -143,6 +143,16 @@ def _text_of(value: Any) -> Any:
     if value is None:
         raise UndefinedVariable("it prints a field that is null")
     return jinja2.filters.soft_str(value)
+
+
+def _int(value: Any, default: int | None = None, base: int = 10) -> int:
+    """As in Jinja, except that a missing label does not become 0, which is another label."""
+    if default is None and (value is None or value == ""):
+        raise NoLabel
+    found = jinja2.filters.do_int(value, default, base)  # pyright: ignore[reportArgumentType]
+    if found is None:
+        raise TemplateFailure(f"`| int` gets {shortened(repr(value), 60)}, which is no number")
+    return found
 
 
 class _StrictTemplate:

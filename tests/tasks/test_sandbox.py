@@ -230,6 +230,26 @@ def test_a_hidden_label_is_no_example_where_labels_count_from_one(jinja, row):
     assert render("{{text}} ||| " + jinja, {"text": "a", **row}, "no ||| yes") is Drop.NO_LABEL
 
 
+@pytest.mark.parametrize("label", [None, ""])
+@pytest.mark.parametrize(
+    "target", ["{{answer_choices[label | int]}}", "{{'yes' if label | int else 'no'}}"]
+)
+def test_a_label_that_is_missing_is_no_zero(label, target):
+    assert render("{{text}} ||| " + target, {"text": "a", "label": label}) is Drop.NO_LABEL
+    given = target.replace("| int", "| int(1)")
+    choices = "no ||| yes"
+    assert render("x ||| " + given, {"label": label}, choices) == Rendering(
+        "x", "yes", ["no", "yes"]
+    )
+
+
+def test_text_that_is_no_number_is_no_zero():
+    jinja = "x ||| {{['no', 'yes'][label | int]}}"
+    assert render(jinja, {"label": "1.0"}).targets == "yes"
+    with pytest.raises(TemplateFailure, match="`| int` gets 'positive', which is no number"):
+        render(jinja, {"label": "positive"})
+
+
 @pytest.mark.parametrize(
     ("jinja", "row", "target"),
     [
