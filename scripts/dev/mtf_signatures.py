@@ -90,29 +90,17 @@ def registered(function: Any) -> str | None:
 
 
 def _signature(function: Any) -> str:
-    from t0repro.config.settings import declared_arguments
-
-    hints = declared_arguments(function)
     parameters = []
     for parameter in inspect.signature(function).parameters.values():
         text = str(parameter.replace(annotation=parameter.empty, default=parameter.empty))
-        default = parameter.default
-        if not isinstance(default, bool) and _admits_bool(hints.get(parameter.name)):
-            text += ": bool | None" if default is None else ": bool"
-        if default is not parameter.empty:
-            text += f"={_default(default)}"
+        if parameter.default is not parameter.empty:
+            text += f"={_default(parameter.default)}"
         parameters.append((parameter.kind, text))
     texts = [text for _, text in parameters]
     kinds = [kind for kind, _ in parameters]
     if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
         texts.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
     return f"({', '.join(texts)})"
-
-
-def _admits_bool(hint: Any) -> bool:
-    from t0repro.config.settings import alternatives
-
-    return bool in alternatives(hint)
 
 
 def _default(value: Any) -> str:

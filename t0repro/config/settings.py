@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import math
 import types
 import typing
@@ -505,26 +504,3 @@ def _describe_one(hint: Any, limits: Any) -> str:
         return "a function such as @name"
     # A class of this project's whose objects gin files make says how they write it.
     return getattr(hint, "IN_GIN", None) or getattr(hint, "__name__", str(hint))
-
-
-def declared_arguments(function: Any) -> dict[str, Any]:
-    """The declared type of each argument of a function or class.
-
-    An argument without an annotation but with a bool default is declared as bool.
-    """
-    try:
-        # Of a class, typing would read the attributes rather than the constructor's arguments.
-        source = function.__init__ if inspect.isclass(function) else function
-        hints = hints_of(function if dataclasses.is_dataclass(function) else source)
-        parameters = inspect.signature(function).parameters
-    # Annotations in third-party code may name types that cannot be imported.
-    except (TypeError, ValueError, NameError, AttributeError):
-        return {}
-    declared = {}
-    for name, parameter in parameters.items():
-        if name in hints:
-            declared[name] = hints[name]
-        # Mesh TensorFlow annotates few arguments; a default shows which are truth values.
-        elif isinstance(parameter.default, bool):
-            declared[name] = bool
-    return declared

@@ -66,6 +66,22 @@ def find_selector(function: Any) -> str | None:
 
 
 @contextlib.contextmanager
+def _replace(owner: Any = gin.config, **attributes: Any) -> Iterator[None]:
+    """Gives a module of gin's other attributes within the block."""
+    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    try:
+        for name, value in attributes.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name in attributes:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)
+
+
+@contextlib.contextmanager
 def register_apart() -> Iterator[dict[str, Any]]:
     """Keeps what is registered within the block out of gin's registry.
 
@@ -73,12 +89,9 @@ def register_apart() -> Iterator[dict[str, Any]]:
       Filled after the block: selector -> gin's record of the configurable.
     """
     made: dict[str, Any] = {}
-    registry, gin.config._REGISTRY = gin.config._REGISTRY, type(gin.config._REGISTRY)()
-    try:
+    with _replace(_REGISTRY=type(gin.config._REGISTRY)()):
         yield made
         made.update(gin.config._REGISTRY.items())
-    finally:
-        gin.config._REGISTRY = registry
 
 
 def swap_configurables(configurables: Mapping[str, Any]) -> dict[str, Any]:
@@ -309,10 +322,8 @@ def record_bindings(flag: str = "--gin_param") -> Iterator[Bindings]:
     location: list[Any] = []
     # gin 0.5.0 forgets a line after parsing it, so both functions that see it are wrapped: one has
     # the statement's place, the other its effect.
-    try_with_location, bind_parameter = (
-        gin.config.utils.try_with_location,
-        gin.config.bind_parameter,
-    )
+    try_with_location: Any = gin.config.utils.try_with_location
+    bind_parameter = gin.config.bind_parameter
 
     @contextlib.contextmanager
     def note_location(place: Any) -> Iterator[None]:
@@ -338,13 +349,9 @@ def record_bindings(flag: str = "--gin_param") -> Iterator[Bindings]:
             elif is_reference(part) and part.scopes:
                 bindings.scopes.add("/".join(part.scopes))
 
-    gin.config.utils.try_with_location = note_location
-    gin.config.bind_parameter = note_binding
-    try:
-        yield bindings
-    finally:
-        gin.config.utils.try_with_location = try_with_location
-        gin.config.bind_parameter = bind_parameter
+    with _replace(gin.config.utils, try_with_location=note_location):
+        with _replace(bind_parameter=note_binding):
+            yield bindings
 
 
 def _describe(locations: list[Any], flag: str) -> str:
@@ -459,17 +466,12 @@ def search_only(*folders: str, in_packages: bool) -> Iterator[None]:
       *folders: The folders, in the order of the search.
       in_packages: Whether gin also looks for files in installed packages.
     """
-    prefixes, readers = gin.config._LOCATION_PREFIXES, gin.config._FILE_READERS
-    gin.config._LOCATION_PREFIXES = ["", *folders]
+    readers, of_packages = file_readers(), resource_reader.system_path_reader
     if not in_packages:
-        gin.config._FILE_READERS = [
-            pair for pair in readers if pair[0] is not resource_reader.system_path_reader
-        ]
-    try:
+        readers = [pair for pair in readers if pair[0] is not of_packages]
+    with _replace(_LOCATION_PREFIXES=["", *folders], _FILE_READERS=readers):
         with only_records(None, _is_worth_logging):
             yield
-    finally:
-        gin.config._LOCATION_PREFIXES, gin.config._FILE_READERS = prefixes, readers
 
 
 def _is_worth_logging(line: logging.LogRecord) -> bool:
@@ -493,11 +495,8 @@ def track_files() -> Iterator[list[str]]:
         files.pop()
         return result
 
-    gin.config.parse_config_file = note_file
-    try:
+    with _replace(parse_config_file=note_file):
         yield files
-    finally:
-        gin.config.parse_config_file = parse_config_file
 
 
 def check_imports(check: Callable[[Any], None]) -> None:
@@ -514,12 +513,7 @@ def check_imports(check: Callable[[Any], None]) -> None:
     context.process_import = process_import
 
 
-@contextlib.contextmanager
-def replace_import(function: Callable[..., Any]) -> Iterator[None]:
+def replace_import(function: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
     """Makes gin call a function instead of Python's `__import__` within the block."""
     # gin's `__import__` lookup finds a global of its module before Python's builtin.
-    gin.config.__import__ = function
-    try:
-        yield
-    finally:
-        delattr(gin.config, "__import__")
+    return _replace(__import__=function)

@@ -12,7 +12,8 @@ import contextlib
 import re
 import tokenize
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 from t0repro.config.gin import door
 from t0repro.config.gin.door import Bindings, Key
@@ -62,12 +63,10 @@ def configuration_errors(bindings: Bindings | None = None, *, t5x: bool = False)
             where = where or _place_in(str(error)) or ANYWHERE
             raise kind(error.what, where=where, fix=error.fix or _FIX) from error
         except Exception as error:
-            raise _describe(error, files, bindings, t5x) from error
+            raise _describe(error, files, bindings or Bindings({}), t5x) from error
 
 
-def _describe(
-    error: Exception, files: list[str], bindings: Bindings | None, t5x: bool
-) -> UserError:
+def _describe(error: Exception, files: list[str], bindings: Bindings, t5x: bool) -> UserError:
     """The UserError for an exception raised while `files`, innermost last, were being parsed."""
     text, file = str(error), files[-1] if files else None
     # seqio's own message, which has no class of its own.
@@ -112,7 +111,7 @@ def _describe(
             "Gin files include each other, or values are nested, without end.",
             # A file that is open twice includes itself; without one, a value refers to itself.
             where=next((name for name in files if files.count(name) > 1), file)
-            or _places_of_loops(bindings)
+            or "; ".join(_places_where(bindings, lambda key, value: _calls(value, key[1:2])))
             or ANYWHERE,
             fix="Remove the `include` or the `@name()` that leads back to itself.",
         )
@@ -236,31 +235,35 @@ def _place_of(error: Exception, file: str | None) -> str | None:
     return _place_in(str(error)) or file
 
 
-def _place_of_call(text: str, bindings: Bindings | None) -> str | None:
+def _places_where(bindings: Bindings, matches: Callable[[Key, Any], bool]) -> list[str]:
+    """The places of the bindings of which a test of key and value is true."""
+
+    def value(key: Key) -> Any:
+        return door.bound().get(key[:2], {}).get(key[2])
+
+    return [place for key, place in bindings.places.items() if matches(key, value(key))]
+
+
+def _names(selector: str | None, called: Collection[str]) -> bool:
+    """Whether a selector, or its last part, is among the configurables called."""
+    return selector is not None and bool({selector, selector.rpartition(".")[2]} & {*called})
+
+
+def _calls(value: Any, called: Collection[str]) -> bool:
+    """Whether `@name()` of one of the configurables is in a value."""
+    parts = filter(door.is_called, door.flatten_value(value))
+    return any(_names(door.selector_of(part), called) for part in parts)
+
+
+def _place_of_call(text: str, bindings: Bindings) -> str | None:
     """The places of up to three bindings of the configurables that gin was calling."""
     called = set(re.findall(r"configurable '([\w./]+)'", text))
-    places = {} if bindings is None else bindings.places
-
-    def is_named(selector: str) -> bool:
-        return bool(called & {selector, selector.rpartition(".")[2]})
-
-    def calls(key: Key) -> bool:
-        """Whether a binding's value is `@name()` of the configurable called."""
-        value = door.bound().get(key[:2], {}).get(key[2])
-        return any(
-            door.is_called(part) and is_named(door.selector_of(part) or "")
-            for part in door.flatten_value(value)
-        )
-
-    # List the bindings that request the call first, then those of the configurable called.
-    called_at = [place for key, place in places.items() if calls(key)] or [
-        place
-        for (_, selector, argument), place in places.items()
-        if is_named(selector) and argument
-    ]
+    # The bindings that request the call, else those of the configurable called.
+    places = _places_where(bindings, lambda _, value: _calls(value, called))
+    places = places or _places_where(bindings, lambda key, _: _names(key[1], called))
     # Put the user's own first, overrides before files: a shipped file is seldom at fault.
-    called_at.sort(key=lambda place: (is_shipped(place), not place.startswith("--")))
-    return "; ".join(dict.fromkeys(called_at[:3])) or None
+    places.sort(key=lambda place: (is_shipped(place), not place.startswith("--")))
+    return "; ".join(dict.fromkeys(places[:3])) or None
 
 
 def nearest_parameter(text: str) -> str | None:
@@ -279,30 +282,16 @@ def nearest_parameter(text: str) -> str | None:
     return None
 
 
-def _places_of_loops(bindings: Bindings | None) -> str | None:
-    """Where an argument is bound to `@name()` of its own configurable."""
-    loops = [
-        place
-        for (scope, selector, argument), place in (bindings.places if bindings else {}).items()
-        for part in door.flatten_value(door.bound().get((scope, selector), {}).get(argument))
-        if door.is_called(part) and door.selector_of(part) == selector
-    ]
-    return "; ".join(loops) or None
+def _places_of_value(value: str, bindings: Bindings) -> str | None:
+    """Where a mixture of this name is bound; None if its place is unknown."""
 
-
-def _places_of_value(value: str, bindings: Bindings | None) -> str | None:
-    """Where a mixture of this name is bound, macros followed; None if its place is unknown."""
-    if bindings is None:
-        return None
-
-    def is_value(key: Key) -> bool:
-        followed = door.follow_macros(door.bound().get(key[:2], {}).get(key[2]))
+    def is_value(key: Key, bound: Any) -> bool:
+        followed = door.follow_macros(bound)
         # A number too is a mixture's name only where one is asked for.
         is_name = key[2] == "mixture_or_task_name" or key[0].startswith("MIXTURE_")
         return followed == value or (is_name and str(followed) == value)
 
-    bound_at = [bindings.place(key) for key in bindings.places if is_value(key)]
-    return "; ".join(dict.fromkeys(place for place in bound_at if place)) or None
+    return "; ".join(dict.fromkeys(_places_where(bindings, is_value))) or None
 
 
 def unknown_mixture(name: str, where: str | None = None) -> UserError:

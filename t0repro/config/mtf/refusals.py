@@ -25,9 +25,7 @@ from t0repro.config.mtf.optimizer import OPTIMIZERS, SCHEDULES
 from t0repro.config.optimizer import SCHEDULE_RANGES
 from t0repro.config.run import MeshEvalRun, TextRun, TrainRun
 from t0repro.config.settings import (
-    alternatives,
     arguments_of,
-    declared_arguments,
     describe_type,
     fits,
     list_parts,
@@ -160,12 +158,11 @@ def list_misread(bindings: Bindings, model_type: str) -> Iterator[NotOnJax]:
       An error for each such binding, which a run on Mesh TensorFlow may print as a warning.
     """
     for scope, selector, arguments in _list_bound():
-        hints = declared_arguments(door.function_of(selector))
         values = door.resolve_bindings(scope, selector)
         for argument in arguments:
-            key, value, hint = (scope, selector, argument), values[argument], hints.get(argument)
+            key, value = (scope, selector, argument), values[argument]
             where = bindings.place(key)
-            if bool in alternatives(hint) and not fits(value, hint):
+            if isinstance(_default(selector, argument), bool) and not isinstance(value, bool):
                 yield NotOnJax(
                     f"{_short(selector)}.{argument} is {value!r}, which is not a truth value; Mesh"
                     f" TensorFlow takes it for {bool(value)}.",

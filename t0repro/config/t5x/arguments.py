@@ -46,7 +46,7 @@ class Parameter:
     Attributes:
       hint: The declared type of values that are not calls.
       default: Its default; `REQUIRED` without one.
-      calls: The configurables of which it takes a call.
+      calls: The configurables of which it takes a call; with `why`, those that it has as default.
       why: Why only the default is accepted; "" if other values are too.
       fix: What to do about another value.
     """
@@ -61,6 +61,9 @@ class Parameter:
         """Whether a value, or a call of a configurable, is of the declared type."""
         if configurable in self.calls or value is self.default:
             return True
+        if self.why:
+            # None and empty lists count as defaults that gin bound explicitly.
+            return value == self.default or value in (None, (), [])
         return self.hint is not UNSET and fits(value, self.hint)
 
     @property
@@ -72,8 +75,8 @@ class Parameter:
         return ", or ".join(parts)
 
 
-def _refuse(why: str, default: Any = None, hint: Any = Any, fix: str = ONLY_T5X) -> Parameter:
-    return Parameter(hint, default, why=why, fix=fix)
+def _refuse(why: str, *standard: str, default: Any = None, fix: str = ONLY_T5X) -> Parameter:
+    return Parameter(Any, default, standard, why, fix)
 
 
 def _call(*calls: str, **more: Any) -> Parameter:
@@ -88,17 +91,20 @@ _MODEL, _PARTITIONER = "models.EncoderDecoderModel", "partitioning.PjitPartition
 DECODER_ONLY = "models.DecoderOnlyModel"
 _DECODER_ONLY_CONFIG = "decoder_only.network.TransformerConfig"
 PASS_THROUGH = "seqio.PassThroughFeatureConverter"
-_NO_TRANSFORMATIONS = _refuse("checkpoints are changed by assignment_map alone.", (), Sequence[Any])
-_ONE_CHECKPOINTER = _refuse("checkpoints are read and written in one way, which keeps T5X's tree.")
-_NOT_REPLACED = _refuse("this function of the run cannot be replaced.")
-_LOSS_IN_TRAINING = _refuse("the loss is evaluated in training (train_eval).")
+CHECKPOINTER = "checkpoints.Checkpointer"
+_NO_TRANSFORMATIONS = _refuse("checkpoints are changed by assignment_map alone.", default=())
+_ONE_WAY = "checkpoints are read and written in one way, which keeps T5X's tree."
+_ONE_MANAGER = _refuse(_ONE_WAY, "checkpoints.OrbaxCheckpointManagerInterface")
+_NOT_REPLACED = "this function of the run cannot be replaced."
+_LOSS_IN_TRAINING = "the loss is evaluated in training (train_eval)."
+_EVALUATION_DATA = "utils.get_training_eval_datasets"
+_INITIALIZER = _refuse(_NOT_REPLACED, "utils.TrainStateInitializer")
 _SUMMARY = _refuse(
     "the configuration is always written as config.gin.",
+    "gin_utils.summarize_gin_config",
     fix="Bind @gin_utils.summarize_gin_config, or leave it out.",
 )
-_NO_SEED = _refuse(
-    "a model that is evaluated has all of its parameters in the checkpoint.", hint=int | None
-)
+_NO_SEED = _refuse("a model that is evaluated has all of its parameters in the checkpoint.")
 _IGNORED = Parameter(bool, True)
 _FEATURE = "a feature of examples is a sequence of tokens."
 _RULES = Sequence[tuple[str, str | Sequence[str] | None]]
@@ -116,34 +122,36 @@ _OTHERS: Mapping[str, Mapping[str, Parameter]] = {
         "trainer_cls": _call("trainer.Trainer"),
         "summarize_config_fn": _SUMMARY,
         "use_hardware_rng": Parameter(bool, False),
-        "get_dataset_fn": _NOT_REPLACED,
+        "get_dataset_fn": _refuse(_NOT_REPLACED, "utils.get_dataset"),
         # Ignored: all actions run, whatever else runs at the same time.
         "concurrent_metrics": _IGNORED,
-        "train_eval_get_dataset_fn": _NOT_REPLACED,
-        "train_state_initializer_cls": _NOT_REPLACED,
+        "train_eval_get_dataset_fn": _refuse(_NOT_REPLACED, _EVALUATION_DATA),
+        "train_state_initializer_cls": _INITIALIZER,
         # Ignored: there is one way to write checkpoints.
         "use_orbax": _IGNORED,
-        "verify_matching_vocabs_fn": _NOT_REPLACED,
+        "verify_matching_vocabs_fn": _refuse(_NOT_REPLACED, "utils.verify_matching_vocabs"),
     },
     "evaluate": {
         "model": _call(_MODEL, DECODER_ONLY),
         "partitioner": _call(_PARTITIONER),
-        "training_evaluator_cls": _LOSS_IN_TRAINING,
+        "training_evaluator_cls": _refuse(_LOSS_IN_TRAINING),
         "summarize_config_fn": _SUMMARY,
-        "train_state_initializer_cls": _NOT_REPLACED,
-        "train_eval_get_dataset_fn": _LOSS_IN_TRAINING,
+        "train_state_initializer_cls": _INITIALIZER,
+        "train_eval_get_dataset_fn": _refuse(_LOSS_IN_TRAINING, _EVALUATION_DATA),
         "fallback_init_rng": _NO_SEED,
         "use_orbax": _IGNORED,
     },
     "infer": {
         "model": _call(_MODEL, DECODER_ONLY),
         "partitioner": _call(_PARTITIONER),
-        "write_fn": _refuse("results are JSON lines in T5X's form.", fix="Leave it out."),
+        "write_fn": _refuse(
+            "results are JSON lines in T5X's form.", "write_inferences_to_file", fix="Leave it out."
+        ),
         # Ignored: a run resumes by counting chunks, not from an iterator's state.
         "checkpoint_ds_iter": _IGNORED,
-        "train_state_initializer_cls": _NOT_REPLACED,
+        "train_state_initializer_cls": _INITIALIZER,
         "fallback_init_rng": _NO_SEED,
-        "merge_fn": _refuse("chunks are put one after the other."),
+        "merge_fn": _refuse("chunks are put one after the other.", "merge_chunks_to_file"),
         "summarize_config_fn": _SUMMARY,
         "use_orbax": _IGNORED,
     },
@@ -151,8 +159,7 @@ _OTHERS: Mapping[str, Mapping[str, Parameter]] = {
     "utils.DatasetConfig": {
         "use_custom_packing_ops": _refuse(
             "SeqIO's compiled packing is not built here; its packing in TensorFlow is used.",
-            False,
-            bool,
+            default=False,
         ),
         # T5X's old way to name the module that registers the tasks; its run files still bind it.
         "module": Parameter(str | None, None),
@@ -161,17 +168,16 @@ _OTHERS: Mapping[str, Mapping[str, Parameter]] = {
         # Ignored, as T5X's default manager does.
         "keep_dataset_checkpoints": Parameter(int | None, None),
         "state_transformation_fns": _NO_TRANSFORMATIONS,
-        "checkpoint_manager_cls": _ONE_CHECKPOINTER,
+        "checkpoint_manager_cls": _ONE_MANAGER,
     },
     "utils.RestoreCheckpointConfig": {
         "restore_dataset": _refuse(
             "the position in the data is resumed from model_dir's own checkpoints alone.",
-            False,
-            bool,
+            default=False,
         ),
-        "checkpointer_cls": _ONE_CHECKPOINTER,
+        "checkpointer_cls": _refuse(_ONE_WAY, CHECKPOINTER),
         "state_transformation_fns": _NO_TRANSFORMATIONS,
-        "checkpoint_manager_cls": _ONE_CHECKPOINTER,
+        "checkpoint_manager_cls": _ONE_MANAGER,
     },
     "utils.create_learning_rate_scheduler": {
         "factors": Parameter(str, "constant * linear_warmup * rsqrt_decay"),
@@ -185,7 +191,7 @@ _OTHERS: Mapping[str, Mapping[str, Parameter]] = {
     },
     _MODEL: {
         "module": _call("network.Transformer"),
-        "feature_converter_cls": Parameter(Any, None),
+        "feature_converter_cls": Parameter(Any, None, ("seqio.EncDecFeatureConverter",)),
         "default_decoder_params": Parameter(Mapping[str, Any] | None, None),
     },
     f"{_MODEL}.predict_batch_with_aux": _PREDICT,
@@ -193,7 +199,7 @@ _OTHERS: Mapping[str, Mapping[str, Parameter]] = {
         "module": _call("decoder_only.network.DecoderWrapper"),
         "vocabulary": Parameter(),
         "inputs_bidirectional_attention": Parameter(bool, False),
-        "feature_converter_cls": Parameter(Any, None),
+        "feature_converter_cls": Parameter(Any, None, ("seqio.DecoderFeatureConverter",)),
     },
     f"{DECODER_ONLY}.predict_batch_with_aux": _PREDICT,
     PASS_THROUGH: {},
@@ -219,7 +225,7 @@ _OTHERS: Mapping[str, Mapping[str, Parameter]] = {
         "factor_map": _call_or_none("adafactor.HParamMap", default=None),
         # Ignored: the Trainer's schedule sets the rate of each step.
         "learning_rate": Parameter(float | None, None),
-        "dtype_momentum": _refuse("slots are float32.", "float32"),
+        "dtype_momentum": _refuse("slots are float32.", default="float32"),
         # T5X reads these for scanned layers only; a plain matrix is factored by its size.
         "logical_factor_rules": Parameter(Any, None),
     },
@@ -252,14 +258,14 @@ _OTHERS: Mapping[str, Mapping[str, Parameter]] = {
         "weight_metrics_computer": _call_or_none("trainer.WeightMetricsComputer", default=None)
     },
     "seqio.SentencePieceVocabulary": {
-        "use_fast_tokenizer": _refuse("texts are encoded by SentencePiece itself.", False, bool)
+        "use_fast_tokenizer": _refuse("texts are encoded by SentencePiece itself.", default=False)
     },
     "seqio.Feature": {
         "vocabulary": Parameter(),
         "add_eos": Parameter(bool, True),
-        "required": _refuse(_FEATURE, True, bool),
-        "dtype": _refuse(_FEATURE, "int32"),
-        "rank": _refuse(_FEATURE, 1, int),
+        "required": _refuse(_FEATURE, default=True),
+        "dtype": _refuse(_FEATURE, default="int32"),
+        "rank": _refuse(_FEATURE, default=1),
     },
     "seqio.PyLoggingLogger": _OUTPUT,
     "seqio.TensorBoardLogger": _OUTPUT,
@@ -294,21 +300,6 @@ _LACKING = {
     f"{DECODER_ONLY}.predict_batch_with_aux": ("prompt_with_targets",),
 }
 
-STANDARD: Mapping[str, tuple[str, ...]] = {
-    "utils.get_dataset": ("get_dataset_fn",),
-    "utils.get_training_eval_datasets": ("train_eval_get_dataset_fn",),
-    "utils.TrainStateInitializer": ("train_state_initializer_cls",),
-    "utils.verify_matching_vocabs": ("verify_matching_vocabs_fn",),
-    "merge_chunks_to_file": ("merge_fn",),
-    "write_inferences_to_file": ("write_fn",),
-    "checkpoints.Checkpointer": ("checkpointer_cls",),
-    "checkpoints.OrbaxCheckpointManagerInterface": ("checkpoint_manager_cls",),
-    "seqio.EncDecFeatureConverter": ("feature_converter_cls",),
-    "seqio.DecoderFeatureConverter": ("feature_converter_cls",),
-    "gin_utils.summarize_gin_config": ("summarize_config_fn",),
-}
-"""T5X's functions and classes that arguments have as default; naming one there changes nothing."""
-
 PROGRAMS = {"train": "train", "eval": "evaluate", "infer": "infer", "precompile": "precompile"}
 """Run mode -> the function that its gin files configure."""
 _RESULTS = ("write_inferences_to_file", "merge_chunks_to_file")
@@ -337,8 +328,9 @@ _ELSEWHERE = {
 def _list_modules() -> dict[str, dict[str, str]]:
     arguments = (each for kind in _KINDS for each in arguments_of(kind, "t5x").values())
     known = {each.configurable for each in arguments}
+    known |= {call for of in _OTHERS.values() for each in of.values() for call in each.calls}
     modules: dict[str, dict[str, str]] = {}
-    for configurable in sorted({*known, *_OTHERS, *STANDARD, *NETWORKS, *PROGRAMS.values()}):
+    for configurable in sorted({*known, *_OTHERS, "precompile"}):
         package, _, name = configurable.rpartition(".")
         # A class has its methods.
         if package.rpartition(".")[2][:1].isupper():

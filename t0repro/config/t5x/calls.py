@@ -15,10 +15,10 @@ from t0repro.config.gin.folders import strip_folder
 from t0repro.config.run import UserClass
 from t0repro.config.settings import Argument, Found, read_fields
 from t0repro.config.t5x.arguments import (
+    CHECKPOINTER,
     KIND_OF,
     ONLY_T5X,
     REQUIRED,
-    STANDARD,
     parameters_of,
     standard_name,
 )
@@ -195,7 +195,7 @@ def _dataset(call: Call, places: dict[str, str], prefix: str) -> SeqioDataConfig
 def _save(call: Call, places: dict[str, str], prefix: str) -> SaveConfig:
     """Which checkpoints to write and keep; in T5X, a class of its own keeps the best."""
     best, keep_period = call["checkpointer_cls"], call["keep_period"]
-    if isinstance(best, Call) and "checkpointer_cls" in STANDARD.get(best.configurable, ()):
+    if isinstance(best, Call) and best.configurable == CHECKPOINTER:
         best = None
     if best is not None:
         if not isinstance(best, Call) or KIND_OF.get(best.configurable) is not BestCheckpoints:

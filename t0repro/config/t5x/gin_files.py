@@ -189,8 +189,7 @@ def _locate_error(error: WrongArgument, bindings: Bindings) -> UserError:
         return UserError(error.what, fix=error.fix)
     value = door.format_value(door.raw_bindings(error.selector, scope)[error.argument])
     name = f"{scope + '/' if scope else ''}{short(error.selector)}.{error.argument}"
-    what = f"{name} is {value}; it must be {error.wanted}."
-    return UserError(what, where=strip_folder(place), fix=error.fix)
+    return UserError(error.describe(name, value), where=strip_folder(place), fix=error.fix)
 
 
 def _program(run_mode: str) -> str:

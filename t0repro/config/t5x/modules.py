@@ -51,11 +51,13 @@ _SUPPLIED = frozenset(
     "self model train_state partitioner eval_names summary_dir train_state_axes rng open_writer"
     " files partitioning say".split()
 )
+# optax, and T5X's wrappers of it. Any of their functions can be called, so names are looked up.
+_OF_OPTAX = ("optax", "t5x.optimizers")
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class WrongArgument(UserError):
-    """An argument that does not have the declared type.
+    """An argument that does not have the declared type, or the only value that it may have.
 
     Attributes:
       selector, scopes: The configurable's selector, and gin's scopes in which it was called.
@@ -65,17 +67,23 @@ class WrongArgument(UserError):
     def __init__(self, function: Any, argument: str, value: Any, parameter: Parameter):
         self.selector = door.find_selector(function) or function.__name__
         self.scopes, self.argument = tuple(gin.current_scope()), argument
-        self.wanted = parameter.type_in_words
+        self.parameter, wanted = parameter, parameter.type_in_words
         base = next((".".join(b) for b, c in _EXTENSIONS.items() if c in parameter.calls), None)
-        fix = f"Bind {self.wanted}{f', or your own subclass of {base}' if base else ''}."
+        fix = f"Bind {wanted}{f', or your own subclass of {base}' if base else ''}."
         if "network.Transformer" in parameter.calls:
             fix = (
                 "Bind @network.Transformer(): the commands run T5 alone. Train a network of your"
                 " own in Python, by t0repro.training.trainer.Trainer and your subclass of"
                 " models.BaseModel or BaseTransformerModel (docs/trainer.md)."
             )
-        name = f"{function.__name__}.{argument}"
-        super().__init__(f"{name} is {value!r}; it must be {self.wanted}.", fix=fix)
+        what = self.describe(f"{function.__name__}.{argument}", repr(value))
+        super().__init__(what, fix=parameter.fix if parameter.why else fix)
+
+    def describe(self, name: str, value: str) -> str:
+        """What is wrong, with the argument's name and value as given."""
+        if self.parameter.why:
+            return f"{name} = {value}: {self.parameter.why}"
+        return f"{name} is {value}; it must be {self.parameter.type_in_words}."
 
 
 @functools.cache
@@ -212,28 +220,20 @@ def _describe_class(cls: type, configurable: str, arguments: Mapping[str, Any]) 
 
 
 class _Served:
-    """A module as gin sees it: functions by name, and nested modules."""
+    """A module as gin sees it: functions by name, and nested modules; of optax, any function."""
 
     def __init__(self, name: str, contents: Mapping[str, Any]):
         self._name = name
         self.__dict__.update(contents)
 
     def __getattr__(self, name: str) -> Any:
+        if self._name in _OF_OPTAX:
+            return _make_optax_recorder(name)
         known = [key for key in self.__dict__ if not key.startswith("_")]
         raise UserError(
             f"{self._name}.{name} is not supported in a T5X gin file.",
             fix=f"Nearest: {nearest_names(name, known, count=3)} (of {', '.join(known)}).",
         )
-
-
-class _Optax:
-    """optax and T5X's wrappers of it, as gin sees them: calls are recorded, not made."""
-
-    def __init__(self, contents: Mapping[str, Any]):
-        self.__dict__.update(contents)
-
-    def __getattr__(self, name: str) -> Any:
-        return _make_optax_recorder(name)
 
 
 # gin refuses another object under a name that it has registered.
@@ -313,9 +313,7 @@ def serve_modules() -> Iterator[Imports]:
             return _Deferred(name if fromlist else root)
         if fromlist:
             return _module(name)
-        if root != "optax" and not any(
-            known == name or known.startswith(f"{name}.") for known in MODULES
-        ):
+        if root not in _OF_OPTAX and not any(f"{x}.".startswith(f"{name}.") for x in MODULES):
             imports.absent.append(name)
         return _module(root)
 
@@ -323,17 +321,14 @@ def serve_modules() -> Iterator[Imports]:
         yield imports
 
 
-def _module(name: str) -> _Served | _Optax:
+def _module(name: str) -> _Served:
     contents: dict[str, Any] = {
         key: function_for(configurable) for key, configurable in MODULES.get(name, {}).items()
     }
-    # Any function of optax can be called, so look names up rather than list them.
-    if name in ("optax", "t5x.optimizers"):
-        return _Optax(contents)
     inside = {
         key[len(name) + 1 :].partition(".")[0] for key in MODULES if key.startswith(f"{name}.")
     }
-    if not contents and not inside:
+    if not contents and not inside and name not in _OF_OPTAX:
         parent = name.rpartition(".")[0]
         raise UserError(
             f"t0repro does not support the module {name}.",

@@ -25,7 +25,6 @@ from t0repro.config.run import (
     UserClass,
 )
 from t0repro.config.settings import check_divides, check_settings
-from t0repro.config.t5x.arguments import STANDARD, parameters_of
 from t0repro.config.t5x.calls import Call, build, call_with_defaults
 from t0repro.config.t5x.gin_files import Parsed
 from t0repro.config.t5x.layout import read_layout
@@ -50,7 +49,6 @@ def read_train_run(parsed: Parsed) -> TrainRun:
     targets_place = _find_targets_place(parsed)
     model_call, places = program["model"], dict[str, str]()
     _check_program(program)
-    _check_refused(program)
     plan = _read_plan(program, places)
     train, trainer = plan.train_data, program["trainer_cls"]
     assert isinstance(train, SeqioDataConfig)
@@ -87,18 +85,6 @@ def read_train_run(parsed: Parsed) -> TrainRun:
     check_combinations(config)
     _check_together(config, program)
     return config
-
-
-def _check_refused(program: Call) -> None:
-    """Refuses arguments of which only the default is accepted."""
-    for call in program.walk():
-        for argument, parameter in parameters_of(call.configurable).items():
-            value = call.arguments.get(argument)
-            # None and empty lists count as defaults that gin bound explicitly.
-            unset = value == parameter.default or value in (None, (), [])
-            name = value.configurable if isinstance(value, Call) else ""
-            if parameter.why and not unset and argument not in STANDARD.get(name, ()):
-                call.refuse(argument, parameter.why, parameter.fix)
 
 
 def _check_program(program: Call) -> None:
@@ -279,7 +265,6 @@ def read_eval_run(parsed: Parsed) -> EvalRun:
       UserError: For a value without a counterpart here or out of range, with its place.
     """
     program = parsed.program
-    _check_refused(program)
     if program["inference_evaluator_cls"] is None:
         program.refuse(
             "inference_evaluator_cls", "an evaluation needs an evaluator.", "Bind @seqio.Evaluator."
@@ -297,7 +282,6 @@ def read_infer_run(parsed: Parsed) -> InferRun:
       UserError: For a value without a counterpart here or out of range, with its place.
     """
     program = parsed.program
-    _check_refused(program)
     _check_infer(program)
     places: dict[str, str] = {}
     data, files = program["dataset_cfg"], None
