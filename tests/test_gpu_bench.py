@@ -1,4 +1,4 @@
-"""The one command for a GPU machine without network: two parts on a CPU, with a tiny model."""
+"""The one command for a GPU machine without network: three parts on a CPU, with a tiny model."""
 
 import json
 import os
@@ -23,11 +23,12 @@ def run(out, *arguments):
 
 
 def test_each_part_is_written_once_and_what_a_cut_left_is_not_run_again(tmp_path):
-    figures, printed = run(tmp_path / "out", "--only", "kernels", "lora", "--minutes", "60")
-    assert list(figures) == ["kernels", "lora"]
+    figures, printed = run(tmp_path / "out", "--only", "kernels", "lora", "bits", "--minutes", "60")
+    assert list(figures) == ["kernels", "lora", "bits"]
     assert not [found for found in figures.values() if "error" in found]
     assert printed == (tmp_path / "out/gpu.md").read_text()
     assert figures["kernels"]["float32"] == "" and figures["lora"]["rate"] > 0
+    assert figures["bits"]["hashes"] == 1
 
     again, _ = run(tmp_path / "empty", "--only", "kernels", "large", "--minutes", "0")
     assert again == figures | {"large": {"error": "no time left"}}

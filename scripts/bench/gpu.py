@@ -13,8 +13,10 @@ All else is in WORK, also the figures again: a part that is there is not run aga
     parity        a step in float32 here and on this machine's CPU
     lora          a step of LoRA on the XL, and PEFT's
     score         T0-3B's rank evaluation (score_step.py), extrapolated to all pairs
+    bits          whether scores have one hash, compiled by two processes, with other batches
     attention     each implementation's time and memory in a layer (gpu_attention.py)
     encode        texts per second of an encoder, and transformers' (encode.py)
+    measured      the rank evaluation with the kernels that XLA measures to be fastest
     tests         pytest -m gpu
 """
 
@@ -72,12 +74,12 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--only", nargs="+", help="these parts alone")
     parser.add_argument("--wheels", action="store_true", help="print the list for pip and end")
-    parser.add_argument("--part", choices=("kernels", "parity"), help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.wheels:
         print(wheels(), end="")
     elif options.part:
-        print(json.dumps(check_kernels() if options.part == "kernels" else parity(options.work)))
+        print(json.dumps(PARTS[options.part](options.work)))
     elif options.out is None:
         parser.error("OUT is missing")
     else:
@@ -114,7 +116,7 @@ def run_all(options: argparse.Namespace) -> None:
         if name not in figures or "error" in figures[name]:
             limit = min(left - 5, 60 * options.minutes * share)
             # Not for all: HERE has names of packages, such as coverage.
-            changed = {"PYTHONPATH": beside} if name in ("parity", "score", "encode") else {}
+            changed = {"PYTHONPATH": beside} if name in BESIDE else {}
             figures[name] = outcome(command, limit, env | changed)
         text = json.dumps(figures, indent=1) + "\n"
         write(path, text)
@@ -161,7 +163,9 @@ def parts(options: argparse.Namespace, work: Path) -> dict[str, tuple[list[str],
         "lora, PyTorch": (torch("lora"), 0.15),
         "score": (script("score_step.py", work / "xl.json", suite, *score), 0.35),
         "attention": (script("gpu_attention.py", *layer), 0.1),
+        "bits": (script("gpu.py", "--part", "bits", "--work", work), 0.15),
         "encode": (script("encode.py", "--torch-python", sys.executable, *texts), 0.15),
+        "measured": (["-c", MEASURED, str(work / "xl.json"), str(suite), *map(str, score)], 0.35),
         "tests": (["-m", "pytest", "-q", "-m", "gpu", "tests/model/test_gpu_attention.py"], 0.15),
     }
 
@@ -242,8 +246,9 @@ def outcome(command: list[str], limit: float, env: dict[str, str]) -> dict[str, 
     return found | ({"error": error, "output": complaints[-20:]} if error else {})
 
 
-def check_kernels() -> dict[str, Any]:
+def check_kernels(work: Path) -> dict[str, Any]:
     """What is wrong with each kernel for this device's platform, by dtype; "" if nothing."""
+    del work
     import jax
 
     from t0repro.model import cpu_attention, gpu_attention, kernel_check
@@ -278,6 +283,32 @@ def parity(work: Path) -> dict[str, Any]:
     pairs = zip(params, others, strict=True)
     apart = float(np.max([np.abs(x - y).max() / np.abs(x).max() for x, y in pairs]))
     return {"loss": loss, "loss_difference": abs(other / loss - 1), "parameters": apart}
+
+
+def bits(work: Path) -> dict[str, Any]:
+    """How many hashes the scores of two processes have that compile anew, and other figures."""
+    suite, found = work / "bits.npz", []
+    lengths = drawn_lengths(200)
+    # Each class of lengths has programs of its own, compiled twice here.
+    short = {"inputs": lengths["inputs"].clip(max=128), "targets": lengths["targets"].clip(max=8)}
+    np.savez(suite, **lengths | short)
+    env = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "0"}
+    for tokens in (512, 4096):
+        arguments = (work / "parity.json", suite, "--tokens_per_batch", tokens)
+        command = [sys.executable, "-P", HERE / "score_step.py", *arguments]
+        done = subprocess.run(map(str, command), check=True, stdout=subprocess.PIPE, env=env)
+        found.append(json.loads(done.stdout))
+    hashes = len({each["sha256"] for each in found})
+    return {"hashes": hashes} | {name: found[0][name] for name in ("pairs", "programs", "rate")}
+
+
+PARTS = {"kernels": check_kernels, "parity": parity, "bits": bits}
+BESIDE = ("parity", "score", "bits", "encode", "measured")
+"""Parts that import what lies beside this file."""
+MEASURED = """from t0repro.model.matmuls import FIXED_KERNELS
+FIXED_KERNELS.clear()
+import score_step
+score_step.main()"""
 
 
 def row(name: str, figures: dict[str, dict[str, Any]]) -> str:

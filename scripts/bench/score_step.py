@@ -21,12 +21,14 @@ JSON:
     rate           pairs per second
     suite          seconds for all pairs: measured, or extrapolated by padded tokens
     memory         most bytes in use, on a device or, on CPU, of the process
+    sha256         of all scores, one hash whatever --tokens_per_batch; null if time was up
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import sys
 import time
@@ -101,7 +103,8 @@ def measured(
     }
     scored(engine, pairs, plan, list(dict.fromkeys(one_of_each.values())))
     compiling, programs = time.perf_counter() - before, compiled()
-    done, count, seconds = scored(engine, pairs, plan, shuffle_blocks(plan.batches), limit)
+    scores, done, seconds = scored(engine, pairs, plan, shuffle_blocks(plan.batches), limit)
+    count = int(np.isfinite(scores).sum())
     every = plan.padded_inputs + plan.padded_targets
     return {
         "device": f"{partitioning}, jax {jax.__version__}",
@@ -115,6 +118,7 @@ def measured(
         "rate": count / seconds,
         "suite": seconds * every / padded_tokens(done),
         "memory": memory(),
+        "sha256": hashlib.sha256(scores).hexdigest() if count == len(pairs) else None,
     }
 
 
@@ -152,17 +156,17 @@ def shuffle_blocks(batches: Sequence[DecoderBatch]) -> list[DecoderBatch]:
 
 def scored(
     engine: Engine, pairs: Pairs, plan: Plan, batches: list[DecoderBatch], limit: float = np.inf
-) -> tuple[list[DecoderBatch], int, float]:
-    """Scores batches until the time is up: those done, the number of their pairs, and seconds."""
-    started, done, count = time.perf_counter(), [], 0
+) -> tuple[np.ndarray, list[DecoderBatch], float]:
+    """Scores batches until the time is up: each pair's score or NaN, batches done, and seconds."""
+    started, done, scores = time.perf_counter(), [], np.full(len(pairs), np.nan)
     some = dataclasses.replace(plan, batches=tuple(batches))
     for batch, found in zip(batches, engine.run(pairs, some), strict=True):
         assert np.isfinite(found.scores).all()
         done.append(batch)
-        count += len(found.pairs)
+        scores[found.pairs] = found.scores
         if time.perf_counter() - started > limit:
             break
-    return done, count, time.perf_counter() - started
+    return scores, done, time.perf_counter() - started
 
 
 def host_seconds(batches: list[DecoderBatch], pairs: Pairs) -> float:
