@@ -139,7 +139,7 @@ def bytes_to_fetch(entry: CatalogEntry, split: str) -> int:
     Raises:
       UserError: If the hub cannot be reached or does not have the split.
     """
-    # Here, where who lacks it is told what to install.
+    # Here, where the error says what to install.
     import huggingface_hub  # noqa: F401
 
     place = entry.hub

@@ -123,7 +123,7 @@ def add_mixture(
     Args:
       name: The mixture's name.
       tasks: Names of tasks, or of other mixtures, each mapped to its rate unless there is a
-        default. As in SeqIO, a mixture's rate is divided among its tasks by their own rates.
+        default. As in SeqIO, a mixture's rate is shared by its tasks by their own rates.
       default_rate: Computes a task's rate from its rows.
 
     Raises:

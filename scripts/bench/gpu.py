@@ -286,7 +286,7 @@ def parity(work: Path) -> dict[str, Any]:
 
 
 def bits(work: Path) -> dict[str, Any]:
-    """How many hashes the scores of two processes have that compile anew, and other figures."""
+    """Number of hashes of the scores of two processes, each with its own compilation."""
     suite, found = work / "bits.npz", []
     lengths = drawn_lengths(200)
     # Each class of lengths has programs of its own, compiled twice here.

@@ -211,7 +211,7 @@ def show_canonical(parameter: Any) -> None:
 
 def _with_examples(text: str | None) -> str | None:
     """A help text whose examples keep their lines."""
-    # Click wraps a paragraph anew unless it begins with \b.
+    # Click rewraps a paragraph unless it begins with \b.
     paragraphs = (text or "").split("\n\n")
     kept = [f"\b\n{each}" if ":\n  " in each else each for each in paragraphs]
     return "\n\n".join(kept) or None

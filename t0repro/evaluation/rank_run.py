@@ -1,4 +1,4 @@
-"""Scores one read buffer of an evaluation, but for pairs whose scores are in the journal."""
+"""Scores one read buffer of an evaluation, except for pairs whose scores are in the journal."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class JobSettings:
 
 
 def add_skip_missing(build_target: str) -> str:
-    """A build target with --skip_missing; a command of one's own stays as it is, with a note."""
+    """A build target with --skip_missing; a custom command stays as it is, with a note."""
     if _is_command(build_target):
         say(f"note: --skip_missing is not handed on to the jobs' own command, {build_target!r}")
         return build_target
@@ -121,12 +121,12 @@ def add_skip_missing(build_target: str) -> str:
 
 
 def drop_skip_missing(build_target: str) -> str:
-    """A build target without --skip_missing; a command of one's own stays as it is."""
+    """A build target without --skip_missing; a custom command stays as it is."""
     return build_target if _is_command(build_target) else _SKIP_MISSING.sub("", build_target)
 
 
 def _is_command(build_target: str) -> bool:
-    """Whether a build target is a command of one's own, maybe one that cannot be split."""
+    """Whether a build target is a custom command, maybe one that cannot be split."""
     target = "".join(build_target.split()[:1]).rpartition(":")[2]
     return target not in (*_RUN_MODES, _RANKING)
 

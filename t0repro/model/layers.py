@@ -274,7 +274,7 @@ class Attention(nn.Module):
         # needed.
         cache = self.variable("cache", name)
         rows = jnp.arange(x.shape[0]) if position.ndim else slice(None)
-        # A row that is done goes on past the last position, where nothing is written.
+        # A row that is done continues past the last position, where nothing is written.
         cache.value = cache.value.at[rows, :, position].set(x[:, :, 0])
         return cache.value
 

@@ -266,7 +266,7 @@ def _data(
     checks.check_readable(name, split, use_cached=data.use_cached, tasks=tasks)
     checks.check_shards(name, split, data.num_shards, use_cached=data.use_cached)
     yield "cached" if data.use_cached else "not cached: rendered from rows"
-    # Tasks whose features are passed through need not declare them; a batch without one is told.
+    # Tasks whose features are passed through need not declare them; a batch that lacks one fails.
     if data.converter != "pass_through":
         checks.check_tokens(tasks, model)
     checks.check_lengths(name, data.sequence_length, data.converter)

@@ -33,7 +33,7 @@ def write_results(
       steps: the evaluated steps; the report is of the last, with the accuracies of all.
       out: the results folder.
       prompts: task name -> its prompt.
-      options: the report's, but for the outcome's tasks and notes.
+      options: the report's, except for the outcome's tasks and notes.
       label: what to call the run.
 
     Returns:

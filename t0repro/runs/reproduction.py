@@ -42,7 +42,7 @@ _INPUTS = 64  # of a prompt: as many give about the batches that all give
 _SECONDS = 60.0
 _BYTES_PER_PAIR = 2500  # of a read buffer (PAIRS_IN_MEMORY)
 ASSUMED_UTILIZATION = 0.4
-"""Share of the published FLOP/s that scoring is assumed to reach on devices that are not here."""
+"""Share of the published FLOP/s that scoring is assumed to reach on other machines' devices."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ def find_rows(root: Path) -> tuple[RowsOfSplit, ...]:
       root: The folder of datasets that messages name.
 
     Raises:
-      UserError: If rows are not here and the hub cannot be reached.
+      UserError: If rows are missing and the hub cannot be reached.
     """
     prompts = Counter(_splits_of_tasks().values())
     return tuple(_find_split(*key, count, root) for key, count in sorted(prompts.items()))

@@ -1,4 +1,4 @@
-"""Figures of a report that are computed again."""
+"""Recomputes figures of a report."""
 
 from __future__ import annotations
 

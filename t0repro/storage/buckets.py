@@ -45,7 +45,7 @@ def explain_errors(
 
 
 def _explain_errors_of(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Explains a function's errors but for a missing file; its only string is the address."""
+    """Explains a function's errors except for a missing file; its only string is the address."""
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:

@@ -1,4 +1,4 @@
-"""The rules by which gin's bindings make a run's data, the plan of a training, and its outputs.
+"""The rules by which gin's bindings make a run's data, the plan of a training run, and its outputs.
 
 An argument that Mesh TensorFlow passes explicitly overrides a binding of it. For instance,
 `Unitransformer.sample_autoregressive.temperature`, which sample_decode.gin also binds, changes
