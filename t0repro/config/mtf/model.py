@@ -438,21 +438,15 @@ def _dropout_rate(arguments: Arguments, towers: Sequence[_Tower]) -> float:
         rates.add(tower.stack["dropout_rate"] if _is_legacy(arguments, tower) else of_sublayers)
     if len(rates) == 1:
         return rates.pop()
-    # Name the rate bound for one kind of layer only, which is the one that differs.
-    kinds = [*(f"transformer_layers.{kind}" for kind in _SIZES), _STACK]
-    keys = [
-        (scope, full_name(kind), "dropout_rate")
-        for kind in (*kinds, "transformer.sublayer_dropout")
-        for scope in (*(tower.scope for tower in towers), "")
-    ]
+    bindings = arguments.bindings
     # Files of t5 bind all rates to one macro.
-    places = [place for key in keys if (place := arguments.bindings.place(key))]
+    places = [bindings.place(key) or "" for key in bindings.places if key[2] == "dropout_rate"]
     users = [place for place in places if not is_shipped(place)]
     raise NotOnJax(
         f"The JAX stack does not support different dropout rates in one model"
         f" ({', '.join(map(str, sorted(rates)))}; sublayer_dropout.dropout_rate is one of"
         " them).",
         where="; ".join(users)
-        or arguments.bindings.source((), full_name("transformer.sublayer_dropout"), "dropout_rate"),
+        or bindings.source((), full_name("transformer.sublayer_dropout"), "dropout_rate"),
         fix="Bind the macro dropout_rate alone, or run with --backend=mtf.",
     )

@@ -167,8 +167,6 @@ def read_schedule(
         check_field(ScheduleConfig, "total_train_steps", steps, place, name)
         total_train_steps = steps
     bound = door.value_of(full_name("utils.run"), "learning_rate_schedule")
-    for field in ("schedule", "schedule.name"):
-        arguments.note(field, "utils.run", "learning_rate_schedule")
     if bound is None:
         if not isinstance(optimizer, AdafactorConfig):
             return None

@@ -271,6 +271,4 @@ def read_schedule(program: Call, places: dict[str, str]) -> ScheduleConfig:
     for argument in call.arguments:
         if argument in call.places:
             places[f"schedule.arguments.{argument}"] = call.places[argument]
-    if "learning_rate_fn" in trainer.places:
-        places["schedule"] = trainer.places["learning_rate_fn"]
     return program.read(ScheduleConfig, places, "schedule.", arguments=dict(call.arguments))
