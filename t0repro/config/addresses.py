@@ -8,8 +8,9 @@ network: credentials come from a file or from a Google Cloud machine.
 from __future__ import annotations
 
 from t0repro import storage
+from t0repro.config import table
 from t0repro.config.configuration import RunInputs
-from t0repro.config.run import CheckpointRun, MeshEvalRun, Run, TextRun
+from t0repro.config.run import Run
 from t0repro.errors import UserError
 from t0repro.storage import access, check_address
 
@@ -31,15 +32,9 @@ def check_outputs(config: Run, *, jax: bool = True) -> None:
     Raises:
       UserError: For an address, with the place of its binding.
     """
-    bound = {
-        "eval_summary_dir": isinstance(config, MeshEvalRun) and config.eval_summary_dir,
-        "scores_filename": isinstance(config, CheckpointRun) and config.scores_filename,
-        "text.output_filename": isinstance(config, TextRun)
-        and getattr(config.text, "output_filename", None),
-    }
-    for field, path in bound.items():
-        if path:
-            check_output(path, config.provenance.get(field, field), jax=jax)
+    for field, value in table.flatten(config):
+        if value and field in ("eval_summary_dir", "scores_filename", "text.output_filename"):
+            check_output(value, config.provenance.get(field, field), jax=jax)
 
 
 def check_output(path: str, where: str, *, jax: bool) -> None:
