@@ -89,7 +89,7 @@ class CheckpointNotFound(UserError):
 
 
 def _find(path: str, step: int | None, source: Format | None) -> CheckpointRef:
-    if (ref := _exact(path)) and _is_of(ref, source):
+    if (ref := checkpoint_at(path)) and _is_of(ref, source):
         if step not in (None, ref.step):
             raise UserError(
                 f"The path names step {ref.step}, but step {step} was requested.",
@@ -106,9 +106,13 @@ def _find(path: str, step: int | None, source: Format | None) -> CheckpointRef:
         if source in (None, "mtf"):
             # Raises if a state file names a missing checkpoint: a more useful message.
             mtf.latest_mtf_prefix(path)
-        _refuse_formats(path, storage.list_names(path))
         what = f"The directory holds no checkpoint{f' of the format {source}' if source else ''}."
-        raise _not_found(what + (_describe_partial(path) or _describe_below(path)), path)
+        if re.fullmatch(r"checkpoint_\d+", storage.base_name(path)):
+            why = _describe_list_missing(path)
+        else:
+            _refuse_formats(path, storage.list_names(path))
+            why = _describe_partial(path) or _describe_below(path)
+        raise _not_found(what + why, path)
     if step is None:
         return _latest(path, refs, source)
     chosen = [ref for ref in refs if ref.step == step]
@@ -163,7 +167,7 @@ def _is_of(ref: CheckpointRef, source: Format | None) -> bool:
     return source in (None, ref.format) or (source in trees and ref.format in trees)
 
 
-def _exact(path: str) -> CheckpointRef | None:
+def checkpoint_at(path: str) -> CheckpointRef | None:
     """The checkpoint that the path names directly; None if it names none."""
     prefix = path.removesuffix(".index")
     if storage.is_file(f"{prefix}.index"):
@@ -175,11 +179,7 @@ def _exact(path: str) -> CheckpointRef | None:
         directory = os.path.dirname(directory)  # an item inside T5X's Orbax checkpoint
     match = re.fullmatch(r"checkpoint_(\d+)", os.path.basename(directory))
     if match and storage.is_directory(directory):
-        ref = jax_tree.jax_ref(directory, int(match[1]))
-        if ref is None:
-            what = "The directory holds no complete checkpoint."
-            raise _not_found(what + _describe_list_missing(directory), directory)
-        return ref
+        return jax_tree.jax_ref(directory, int(match[1]))
     # A renamed checkpoint, or one item copied out of it.
     return (
         hf.hf_ref(path)
@@ -193,7 +193,7 @@ def _latest(path: str, refs: list[CheckpointRef], source: Format | None) -> Chec
     # tf.train.Saver restores the checkpoint in its state file, even if a higher step is beside it.
     candidates = [ref for ref in refs if ref.format != "mtf"][-1:]
     prefix = mtf.latest_mtf_prefix(path) if source in (None, "mtf") else None
-    if prefix is not None and (named := _exact(prefix)):
+    if prefix is not None and (named := checkpoint_at(prefix)):
         candidates.insert(0, named)
     # Reversed: among equal steps `max` returns the first, which is then JAX's.
     return max(reversed(candidates), key=lambda ref: ref.step if ref.step is not None else -1)
@@ -232,14 +232,14 @@ def _describe_below(path: str) -> str:
     parents = [path, os.path.join(path, "snapshots")]
     entries = [each for parent in parents if os.path.isdir(parent) for each in os.scandir(parent)]
     folders = sorted(each.path for each in entries if each.is_dir())[:100]
-    found = [each for each in folders if list_checkpoints(each) or _exact(each)]
+    found = [each for each in folders if list_checkpoints(each) or checkpoint_at(each)]
     return f" There are some in {some(found, 3)}." if found else ""
 
 
 def _refuse_file(path: str) -> None:
     """Raises UserError if a path names a checkpoint's file instead of its directory."""
     directory = os.path.dirname(path) or "."
-    if ref := _exact(directory):
+    if ref := checkpoint_at(directory):
         raise UserError(
             f"This is a file of a checkpoint of the format {ref.format}.",
             where=path,

@@ -140,7 +140,7 @@ def find_named_tasks(name: str, option: str) -> Sequence[DescribedTask | seqio.T
             f"There is no mixture or task {name!r}.",
             where=option,
             fix=f"Nearest names: {nearest_names(name, known)}. For your own tasks add"
-            " --module_import.",
+            " --module_import, or set T0REPRO_TEMPLATES.",
         ) from error
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.config.model import DType
-from t0repro.converters.sources import list_checkpoints
+from t0repro.converters.sources import checkpoint_at, list_checkpoints
 from t0repro.errors import UserError
 from t0repro.evaluation import records
 from t0repro.evaluation.code_version import generation_digest, rendering_digest, scoring_digest
@@ -201,9 +201,9 @@ def _check_claims(out: Path, claim: Mapping[str, Any], add_step: bool, force: bo
     """Refuses a folder with another evaluation's results, or removes these if `force`."""
     claims = [recorded for path in _claims(out) if (recorded := _read_claim(path)) is not None]
     differences = next(filter(None, (_differences(each, claim, add_step) for each in claims)), [])
-    if not claims and list_checkpoints(out):
+    if not claims and (list_checkpoints(out) or checkpoint_at(str(out))):
         raise UserError(
-            "This folder holds the checkpoints of a training run.",
+            "This folder holds checkpoints.",
             where=str(out),
             fix=f"Choose another --out, such as {out / 'rank_eval'}.",
         )

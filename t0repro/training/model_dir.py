@@ -120,10 +120,19 @@ def check_model_dir(
     Raises:
       UserError: if something does not fit; the message says what.
     """
-    refs = sources.list_checkpoints(model_dir) if storage.is_directory(os.fspath(model_dir)) else []
+    folder = os.fspath(model_dir)
+    refs = sources.list_checkpoints(model_dir) if storage.is_directory(folder) else []
     if not refs:
+        if other := sources.checkpoint_at(folder):
+            raise UserError(
+                f"The folder is a checkpoint itself, of the format {other.format}; training would"
+                " start from initialized parameters beside it.",
+                where=folder,
+                fix="Give another --model_dir, and start from this one:"
+                f" utils.run.init_checkpoint = '{folder}'.",
+            )
         return None
-    _check_stack(refs, backend, os.fspath(model_dir))
+    _check_stack(refs, backend, folder)
     ref = sources.find_checkpoint(model_dir)
     # Only an optax chain itself can name its state.
     of_optax = config is not None and isinstance(config.optimizer, OptaxConfig)

@@ -607,11 +607,13 @@ def test_a_report_of_another_command_is_not_overwritten(model_dir, tmp_path):
         evaluate(model_dir, tmp_path)
 
 
-def test_the_folder_of_a_training_run_is_not_evaluated_into(model_dir):
-    before = sorted(model_dir.rglob("*"))
-    with pytest.raises(UserError, match="holds the checkpoints of a training run"):
-        evaluate(model_dir, model_dir)
-    assert sorted(model_dir.rglob("*")) == before
+def test_a_folder_of_checkpoints_is_not_evaluated_into(model_dir, tmp_path):
+    (tmp_path / "model.safetensors").touch()  # as transformers names one
+    for folder in (model_dir, next(model_dir.glob("checkpoint_*")), tmp_path):
+        before = sorted(folder.rglob("*"))
+        with pytest.raises(UserError, match="This folder holds checkpoints"):
+            evaluate(model_dir, folder)
+        assert sorted(folder.rglob("*")) == before
 
 
 # Bad input ---------------------------------------------------------------------------------------

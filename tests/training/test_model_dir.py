@@ -116,6 +116,21 @@ def test_a_setting_of_the_arithmetic_that_came_later_changes_nothing_and_others_
         check(model_dir)
 
 
+@pytest.mark.parametrize("backend", ["jax", "mtf"])
+@pytest.mark.parametrize("name", ["model.safetensors", "adapter_model.safetensors", ""])
+def test_a_checkpoint_itself_is_no_folder_of_a_run(model_dir, backend, name):
+    folder = model_dir / "checkpoint_2"
+    if name:  # transformers' and PEFT's
+        folder = model_dir / "hf"
+        folder.mkdir()
+        for each in (name, "config.json", "adapter_config.json"):
+            (folder / each).write_text("{}")
+    for allow_changed in (False, True):
+        with pytest.raises(UserError, match="is a checkpoint itself") as error:
+            check(folder, backend, allow_changed)
+        assert f"utils.run.init_checkpoint = '{folder}'" in str(error.value)
+
+
 def test_a_checkpoint_renamed_to_another_step_is_refused(model_dir):
     (model_dir / "checkpoint_2").rename(model_dir / "checkpoint_9")
     with pytest.raises(UserError, match="checkpoint_9 holds step 2") as error:
