@@ -334,18 +334,18 @@ def _check_request(to: Target, options: Options) -> None:
 
 def _check_form_exists(shape: ModelShape, to: Target, ref: CheckpointRef, scan: bool) -> None:
     """Raises UserError if the target's own software cannot represent the model."""
+    if shape.encoder_only and to != "hf":
+        peer = {"mtf": "Mesh TensorFlow", "t5x": "T5X"}.get(to, "a training run here")
+        raise UserError(
+            f"The model is an encoder alone; {peer} reads only models with a decoder.",
+            where=ref.path,
+            fix="Convert to hf, or compute embeddings with `t0repro encode`.",
+        )
     if shape.position_bias_per_layer and to == "t5x" and not scan:
         raise UserError(
             "A position bias in each layer (umT5) needs T5X's scanned layout.",
             where=ref.path,
             fix="Add --scan.",
-        )
-    if shape.encoder_only and to != "hf":
-        peer = {"mtf": "Mesh TensorFlow", "t5x": "T5X"}.get(to, "A training run here")
-        raise UserError(
-            f"The model is an encoder alone; {peer} reads only models with a decoder.",
-            where=ref.path,
-            fix="Convert to hf, or compute embeddings with `t0repro encode`.",
         )
     if shape.decoder_only and to == "hf":
         raise UserError(

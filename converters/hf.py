@@ -212,7 +212,9 @@ class HfReader:
                 f" from {first}.",
                 where=self.ref.path,
                 fix='If the model is a T5 1.1 or a umT5, set "tie_word_embeddings": false in'
-                ' config.json (and "scale_decoder_outputs": false, if it is there).',
+                ' config.json (and "scale_decoder_outputs": false, if it is there). If it is a T5'
+                " 1.0 that got a kernel of its own in transformers 5, which scales its logits, also"
+                f" multiply {name} by d_model**-0.5.",
             )
         return UserError(
             f"{name} differs from {first}, but a T5 has one embedding for both towers.",

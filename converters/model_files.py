@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from t0repro import storage
@@ -28,7 +28,8 @@ from t0repro.parameters.shape import ModelShape
 
 # A run writes these beside its checkpoints: what Mesh TensorFlow and T5X call their gin files.
 T5X_CONFIG = "config.gin"
-_GIN_FILES = (OPERATIVE_CONFIG, T5X_CONFIG)  # Mesh TensorFlow's and T5X's
+# T5X's and Mesh TensorFlow's, which comes last and wins: a training run here says more in it.
+_GIN_FILES = (T5X_CONFIG, OPERATIVE_CONFIG)
 _MODEL_INFO = "model-info.txt"  # T5X's list of variables
 _VARIABLE = re.compile(r"Variable\s+(?:params/)?(\S+)\s+size")
 _PARAMETERS_END = "Total number of parameters:"
@@ -101,12 +102,11 @@ def arithmetic(
       UserError: If config.json and the gin text disagree, or name arithmetic that no T5 here has,
         or nothing says whether the inputs of a model without an encoder attend in both directions.
     """
-    # T5X's file first: what a training run here wrote says more, and wins.
-    texts = {ref.beside(T5X_CONFIG): text_beside(ref, T5X_CONFIG)}
-    texts[os.fspath(gin_file or ref.beside(OPERATIVE_CONFIG))] = text
-    bound: dict[str, Binding] = {}
-    for file, said in texts.items():
-        bound |= bound_arithmetic(said, file) if said else {}
+    texts = {
+        ref.beside(T5X_CONFIG): text_beside(ref, T5X_CONFIG),
+        os.fspath(gin_file or ref.beside(OPERATIVE_CONFIG)): text,
+    }
+    bound = _bound_arithmetic(texts)
     # A run's file that leaves it unbound says the default of its dialect: each to earlier ones.
     if (
         family.decoder_only
@@ -140,6 +140,14 @@ def arithmetic(
                 fix=_OTHER_GIN,
             )
     return config
+
+
+def _bound_arithmetic(texts: Mapping[str, str | None]) -> dict[str, Binding]:
+    """What gin texts, by file, bind about a model's arithmetic; later files win."""
+    bound: dict[str, Binding] = {}
+    for file, text in texts.items():
+        bound |= bound_arithmetic(text, file) if text else {}
+    return bound
 
 
 def _unknown_direction_error(ref: CheckpointRef) -> UserError:
@@ -208,27 +216,35 @@ def check_configured(ref: CheckpointRef, model: ModelConfig) -> None:
       model: The run's model.
 
     Raises:
-      UserError: Naming the field of config.json, or the gin file that sets the scaling of queries.
+      UserError: Naming the field of config.json, or the gin file's line, with another value.
     """
     ref = arithmetic_source(ref)
     _check_query_scale(ref, model)
-    if ref.format != "hf":
-        return
-    config, distance = hf.read_arithmetic(ref.path), "relative_attention_max_distance"
     # Two names of one function: T5X's gin files say silu, `hf_config` says swish.
     swish = tuple("swish" if name == "silu" else name for name in model.activations)
-    for field, configured, said in (
-        ("feed_forward_proj", swish, config.activations),
-        (distance, model.relative_attention_max_distance, config.max_distance),
-        ("layer_norm_epsilon", model.rms_norm_epsilon, config.epsilon),
-    ):
-        if configured != said:
+    fields = {
+        "activations": ("feed_forward_proj", swish),
+        "max_distance": ("relative_attention_max_distance", model.relative_attention_max_distance),
+        "epsilon": ("layer_norm_epsilon", model.rms_norm_epsilon),
+    }
+    config = hf.read_arithmetic(ref.path) if ref.format == "hf" else None
+    texts = {ref.beside(file): text_beside(ref, file) for file in _GIN_FILES}
+    bound = {} if config else _bound_arithmetic(texts)
+    for field, (name, configured) in fields.items():
+        if config and configured != getattr(config, field):
             raise UserError(
                 f"The run is configured for {configured!r}, but the checkpoint's {hf.CONFIG} says"
-                f" {said!r}.",
-                where=f"{storage.join(ref.path, hf.CONFIG)}, {field}",
+                f" {getattr(config, field)!r}.",
+                where=f"{storage.join(ref.path, hf.CONFIG)}, {name}",
                 fix=f"Run with the {OPERATIVE_CONFIG} that `t0repro convert {ref.path} OUT --to"
                 " jax` writes.",
+            )
+        if field in bound and configured != bound[field].value:
+            raise UserError(
+                f"The run is configured for {configured!r}, but the checkpoint was trained with"
+                f" `{bound[field].line}`.",
+                where=bound[field].place,
+                fix="Configure the run alike, or choose another checkpoint.",
             )
 
 
@@ -253,18 +269,14 @@ def _query_scale(ref: CheckpointRef) -> tuple[bool, str] | None:
     """Whether a training run scaled queries, and the place that shows it; None if unknown."""
     if ref.format in ("hf", "mtf"):  # neither library can
         return False, f"its format is {ref.format}"
-    unbound = None
-    for name in _GIN_FILES:
-        if not storage.is_file(file := ref.beside(name)):
-            continue
-        text = storage.read(file).decode()
-        bound = bound_arithmetic(text, file).get("scale_queries")
-        if bound is not None:
-            return bool(bound.value), f"{bound.place}: {bound.line}"
+    texts = {ref.beside(name): text_beside(ref, name) for name in _GIN_FILES}
+    if bound := _bound_arithmetic(texts).get("scale_queries"):
+        return bool(bound.value), f"{bound.place}: {bound.line}"
+    for file, text in texts.items():
         # A file that describes the model and leaves this unbound says T5X's default.
-        if describes_model(text, file):
-            unbound = False, f"{file}, which leaves scale_attn_logits at False"
-    return unbound
+        if text and describes_model(text, file):
+            return False, f"{file}, which leaves scale_attn_logits at False"
+    return None
 
 
 def check_run_files(ref: CheckpointRef, family: ModelShape) -> None:

@@ -76,6 +76,14 @@ _ARITHMETIC = {
     ("jax_model", "exact_gelu"): "exact_gelu",
     ("jax_model", "scale_tied_logits"): "scale_tied_logits",
 }
+# Further such arithmetic, of which only this value is supported.
+_FIXED = {
+    ("SelfAttention", "fold_scaling_into_initializer"): True,
+    ("EncDecAttention", "fold_scaling_into_initializer"): True,
+    ("Unitransformer", "sinusoid_positional_embedding"): False,
+    ("VocabEmbedding", "scale_variable_like_classifier_weights"): False,
+    ("unit_scaling_convention", "value"): False,
+}
 _TOWERS = ("encoder", "decoder")
 
 
@@ -177,21 +185,38 @@ def bound_arithmetic(text: str, path: str | os.PathLike[str]) -> dict[str, Bindi
       path: The text's file, for messages and for its includes.
 
     Returns:
-      Fields of `Arithmetic` that are bound for the whole model, with their values.
+      Fields of `Arithmetic` that are bound, with their values.
+
+    Raises:
+      UserError: If the towers' activations differ, or a binding is of arithmetic that no T5 here
+        has.
     """
     bindings, _ = _read_bindings(text, path)
-    bound = {}
-    for (scope, configurable, argument), binding in bindings.items():
-        field = _ARITHMETIC.get((configurable, argument))
-        resolved = resolve_macros(binding, bindings)
-        if field is None or scope or isinstance(resolved.value, Macro):
-            continue
-        value = resolved.value
-        if field == "activations":
-            names = (value,) if isinstance(value, str) else value
-            # `silu` is the usual name for Mesh TensorFlow's `swish`.
-            value = tuple("swish" if name == "silu" else name for name in names)
-        bound[field] = dataclasses.replace(resolved, value=value)
+    for key, supported in _FIXED.items():
+        for binding in _bound_in(_TOWERS, key, bindings):
+            if binding.value != supported:
+                raise UserError(
+                    f"The model was trained with `{binding.line}`, which is not supported.",
+                    where=binding.place,
+                    fix="Give a model that was trained without it.",
+                )
+    bound: dict[str, Binding] = {}
+    for key, field in _ARITHMETIC.items():
+        # Mesh TensorFlow makes layers in their tower's scope, but calls norms in none.
+        for binding in _bound_in(_TOWERS if field == "activations" else ("",), key, bindings):
+            value = binding.value
+            if field == "activations":
+                names = value if isinstance(value, list | tuple) else (value,)
+                # `silu` is the usual name for Mesh TensorFlow's `swish`.
+                value = tuple("swish" if name == "silu" else name for name in names)
+            other = bound.setdefault(field, dataclasses.replace(binding, value=value))
+            if other.value != value:
+                raise UserError(
+                    f"`{binding.line}` differs from `{other.line}` ({other.place}), but all layers"
+                    " here have one activation.",
+                    where=binding.place,
+                    fix="Give a model whose towers have the same activation.",
+                )
     exact_gelu, activations = bound.pop("exact_gelu", None), bound.get("activations")
     if activations and exact_gelu and exact_gelu.value:
         value = tuple("gelu_exact" if name == "gelu" else name for name in activations.value)
@@ -199,6 +224,15 @@ def bound_arithmetic(text: str, path: str | os.PathLike[str]) -> dict[str, Bindi
     if one_way := bound.pop("one_way_full_attention", None):
         bound |= dict.fromkeys(("input_full_attention", "one_way_position_buckets"), one_way)
     return bound
+
+
+def _bound_in(
+    scopes: Sequence[str], argument: tuple[str, str], bindings: Bindings
+) -> list[Binding]:
+    """The bindings of an argument that count in some scopes, with the values of their macros."""
+    bound = (bindings.get((scope, *argument)) or bindings.get(("", *argument)) for scope in scopes)
+    resolved = [resolve_macros(each, bindings) for each in bound if each]
+    return [each for each in resolved if not isinstance(each.value, Macro)]
 
 
 def describes_model(text: str, path: str | os.PathLike[str]) -> bool:

@@ -27,6 +27,7 @@ PARAMS = (
 )
 SIZES = ("num_layers = 2", "d_model = 64", "d_ff = 128", "num_heads = 4", "d_kv = 16")
 V3_8 = ("utils.run.mesh_shape = @tpu_mesh_shape()", "utils.tpu_mesh_shape.tpu_topology = 'v3-32'")
+SHARDS = "utils.tpu_mesh_shape.model_parallelism = 4"
 BY_HAND = ("run.mesh_shape = 'batch:4,model:2'", "run.batch_size = ('tokens_per_replica', 512)")
 TWO_WAYS = "run.layout_rules = 'batch:batch,d_ff:model,heads:model,vocab:model'"
 # Name -> gin files in place of the demo's model, and bindings.
@@ -39,7 +40,9 @@ CASES = {
     "noam": (("learning_rate_schedules/rsqrt_no_ramp_down.gin",), ()),
     "adam": ((), ("run.optimizer = @optimize.AdamWeightDecayOptimizer",)),
     "microbatches": ((), ("serialize_num_microbatches.tokens_per_microbatch_per_replica = 256",)),
-    "slice of a TPU": ((), (*V3_8, "utils.tpu_mesh_shape.model_parallelism = 4")),
+    "slice of a TPU": ((), (*V3_8, SHARDS)),
+    "chips of a TPU": ((), (V3_8[0], "utils.tpu_mesh_shape.tpu_topology = '4x4'", SHARDS)),
+    "twisted chips": ((), (V3_8[0], "tpu_mesh_shape.tpu_topology = '4x8_twisted'", SHARDS)),
     "mesh": ((), (*BY_HAND, TWO_WAYS)),
     "steps by tokens": ((), ("run.train_steps = @auto_train_steps",)),
     "bfloat16": ((), ("get_variable_dtype.slice_dtype = 'bfloat16'",)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -44,6 +45,43 @@ def test_an_activation_that_the_jax_stack_lacks_is_told(tiny_checkpoint):
     text = "DenseReluDense.activation = ['softplus', 'linear']\n"
     (tiny_checkpoint / "operative_config.gin").write_text(text)
     with pytest.raises(UserError, match="activation 'softplus'"):
+        computed(tiny_checkpoint)
+
+
+@pytest.mark.parametrize("unscoped", ["", "DenseReluDense.activation = 'relu'"])
+def test_the_activation_of_each_tower_in_mesh_tensorflow_s_own_config_counts(
+    tiny_checkpoint, tmp_path, unscoped
+):
+    # gin.operative_config_str names each layer's arguments in the scopes that it was made in.
+    text = f"""
+        encoder/DenseReluDense.activation = ['swish', 'linear']
+        decoder/DenseReluDense.activation = ['swish', 'linear']
+        {unscoped}
+    """
+    convert(tiny_checkpoint, tmp_path / "mtf", "mtf")
+    (tmp_path / "mtf" / "operative_config.gin").write_text(text)
+    assert computed(tmp_path / "mtf").activations == ("swish", "linear")
+    convert(tmp_path / "mtf", tmp_path / "hf", "hf")
+    assert computed(tmp_path / "hf").activations == ("swish", "linear")
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (
+            "encoder/DenseReluDense.activation = ['swish', 'linear']\n"
+            "DenseReluDense.activation = ['gelu', 'linear']",
+            "have one activation",
+        ),
+        ("decoder/Unitransformer.sinusoid_positional_embedding = True", "not supported"),
+        ("encoder/SelfAttention.fold_scaling_into_initializer = False", "not supported"),
+        ("unit_scaling_convention.value = True", "not supported"),
+        ("DenseReluDense.activation = @relu", "activation None"),
+    ],
+)
+def test_arithmetic_that_no_t5_here_has_is_refused_with_its_line(tiny_checkpoint, text, complaint):
+    (tiny_checkpoint / "operative_config.gin").write_text(text)
+    with pytest.raises(UserError, match=complaint):
         computed(tiny_checkpoint)
 
 
@@ -102,6 +140,29 @@ def test_a_run_on_a_transformers_directory_must_compute_as_its_config_says(
         check_configured(find_checkpoint(tmp_path / "hf"), plain)
     assert caught.value.where == f"{file}, {field}"
     check_configured(find_checkpoint(tiny_checkpoint), plain)
+
+
+@pytest.mark.parametrize("to", ["mtf", "t5x", "jax"])
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("operative_config.gin", "encoder/DenseReluDense.activation = ['swish', 'linear']"),
+        ("operative_config.gin", "sublayer_rms_norm.epsilon = 0.01"),
+        ("operative_config.gin", "t0repro.jax_model.relative_attention_max_distance = 64"),
+        ("config.gin", "network.T5Config.mlp_activations = ('silu', 'linear')"),
+    ],
+)
+def test_a_run_on_any_checkpoint_must_compute_as_the_gin_file_beside_it_says(
+    tiny_checkpoint, tmp_path, to, name, line
+):
+    convert(tiny_checkpoint, tmp_path / to, to)
+    ref, plain = find_checkpoint(tmp_path / to), computed(tmp_path / to)
+    check_configured(ref, plain)
+    (tmp_path / to / name).write_text(f"# As it was trained.\n{line}\n")
+    check_configured(ref, computed(tmp_path / to))
+    with pytest.raises(UserError, match=re.escape(line)) as caught:
+        check_configured(ref, plain)
+    assert caught.value.where == f"{tmp_path / to / name}:2"
 
 
 SCALES = "from t5x.contrib.gpu.t5 import network\nnetwork.T5Config.scale_attn_logits = {}\n"

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from absl import flags
+
 import gin
 from t0repro import compat
 from t0repro.config.gin import door
@@ -70,6 +72,9 @@ def parse(inputs: MeshInputs, *, warn: bool = True, with_packages: bool = True) 
         # Mesh TensorFlow and t5 do not import on a current TensorFlow unless they are patched.
         compat.install()
         importlib.import_module(MESH_TRANSFORMER)
+        # `tpu_mesh_shape` reads one of TensorFlow's flags, which only t5's command parses.
+        if not flags.FLAGS.is_parsed():
+            flags.FLAGS.mark_as_parsed()
         load_tasks(inputs.module_imports, into_seqio=True)
     with configuration_errors():
         bindings = _parse_files(inputs)

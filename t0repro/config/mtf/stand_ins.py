@@ -14,6 +14,8 @@ import functools
 import importlib
 import inspect
 import json
+import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -172,19 +174,20 @@ def tpu_mesh_shape(
     """Mesh TensorFlow's function of this name.
 
     Raises:
-      ValueError: For a topology that is not written `v3-256`, or no number of shards.
+      ValueError: For a topology that is not written `v3-256` or `8x16`, or no number of shards.
     """
-    # How other spellings of a topology are read depends on a flag of TensorFlow's.
-    version, _, cores = str(tpu_topology).partition("-")
-    if not (version.startswith("v") and cores.isdigit()) or type(model_parallelism) is not int:
+    name = re.fullmatch(r"v.*-(\d+)|(\d+(?:x\d+)*)(?:_(?:un)?twisted.*)?", str(tpu_topology))
+    if name is None or type(model_parallelism) is not int:
         raise ValueError(
-            f"tpu_mesh_shape reads a topology such as 'v3-256' and a number of shards, not"
+            "tpu_mesh_shape reads a topology such as 'v3-256' or '8x16' and a number of shards, not"
             f" {tpu_topology!r} and {model_parallelism!r}"
         )
+    # A chip has two cores, the default of TensorFlow's flag logical_cores_per_chip.
+    cores = int(name[1]) if name[1] else 2 * math.prod(map(int, name[2].split("x")))
     ensemble = ensemble_parallelism or 1
     sizes = {
         "ensemble": ensemble,
-        "batch": int(cores) // model_parallelism // ensemble,
+        "batch": cores // model_parallelism // ensemble,
         "model": model_parallelism,
     }
     # Mesh TensorFlow leaves dimensions of size 1 out of the mesh.
