@@ -127,7 +127,7 @@ def _towers(tied: bool, activation: str) -> str:
     )
 
 
-# T5 1.0: sublayers by their legacy switches, rsqrt schedule.
+# T5 1.0: sublayers by their legacy switches, rsqrt schedule, the objective that it was trained on.
 T5_1_0 = (
     HEAD.format(dropout=0.1, schedule="learning_rate_schedule_noam")
     + _towers(True, "'relu'")
@@ -142,6 +142,10 @@ decoder/LayerStack.dropout_rate = 0.1
 decoder/LayerStack.norm_epsilon = 1e-06
 run.vocabulary = @t5.data.sentencepiece_vocabulary.SentencePieceVocabulary()
 t5.data.sentencepiece_vocabulary.SentencePieceVocabulary.extra_ids = 100
+split_tokens.max_tokens_per_segment = @preprocessors.random_spans_tokens_length()
+random_spans_helper.inputs_length = 32
+targets_length/random_spans_helper.inputs_length = 32
+unsupervised.preprocessors = [@preprocessors.split_tokens, @preprocessors.denoise]
 """
 )
 # What the list of deprecated references of t5 0.9.4's own command lacks of it.

@@ -178,7 +178,14 @@ class Arguments:
             )
         return value
 
-    def refuse(self, what: str, argument: str, name: str = "utils.run", *scopes: str) -> NoReturn:
+    def refuse(
+        self,
+        what: str,
+        argument: str,
+        name: str = "utils.run",
+        *scopes: str,
+        fix: str = "Change the binding",
+    ) -> NoReturn:
         """Raises NotOnJax, naming what is unsupported and the place that binds it.
 
         Args:
@@ -187,10 +194,11 @@ class Arguments:
           name: The configurable.
           scopes: Where it is looked for, the innermost last; by default in either
             tower, the encoder's first.
+          fix: What to do instead of running on Mesh TensorFlow.
         """
         selector = full_name(name)
         raise NotOnJax(
             f"The JAX stack does not support {what} ({selector.rpartition('.')[2]}.{argument}).",
             where=self.bindings.source(scopes or TOWERS[::-1], selector, argument),
-            fix="Change the binding, or run with --backend=mtf.",
+            fix=f"{fix}, or run with --backend=mtf.",
         )

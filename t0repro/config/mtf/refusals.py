@@ -158,11 +158,12 @@ def list_misread(bindings: Bindings, model_type: str) -> Iterator[NotOnJax]:
       An error for each such binding, which a run on Mesh TensorFlow may print as a warning.
     """
     for scope, selector, arguments in _list_bound():
-        values = door.resolve_bindings(scope, selector)
         for argument in arguments:
-            key, value = (scope, selector, argument), values[argument]
-            where = bindings.place(key)
-            if isinstance(_default(selector, argument), bool) and not isinstance(value, bool):
+            key, where = (scope, selector, argument), bindings.place((scope, selector, argument))
+            # As written: what the JAX stack does not read, it need not be able to call.
+            value = door.value_of(selector, argument, scope)
+            is_bool = isinstance(value, bool) or door.is_reference(value)
+            if isinstance(_default(selector, argument), bool) and not is_bool:
                 yield NotOnJax(
                     f"{_short(selector)}.{argument} is {value!r}, which is not a truth value; Mesh"
                     f" TensorFlow takes it for {bool(value)}.",
@@ -196,8 +197,10 @@ def refuse_unsupported(arguments: Arguments) -> None:
         for argument in (each for each in bound if each not in known):
             value = arguments.read(selector, scope)[argument]
             if argument not in defaults or value != defaults[argument]:
-                shown = door.format_value(bound[argument])
-                arguments.refuse(f"{argument} = {shown}", argument, selector, scope)
+                shown, fix = door.format_value(bound[argument]), "Change the binding"
+                if argument in defaults:
+                    fix = f"Bind {_short(selector)}.{argument} = {defaults[argument]!r}"
+                arguments.refuse(f"{argument} = {shown}", argument, selector, scope, fix=fix)
 
 
 def _refuse_scoped_calls(arguments: Arguments) -> None:
@@ -217,10 +220,9 @@ def _refuse_scoped_calls(arguments: Arguments) -> None:
         read = scopes_read(selector, arguments.model_type)
         if scope not in entered or selector.startswith(_READ_IN_ANY_SCOPE) or scope in read:
             continue
-        values = door.resolve_bindings(scope, selector)
         for argument in bound:
             key = (scope, selector, argument)
-            if not _holds_anyway(key, values[argument], read):
+            if not _holds_anyway(key, door.value_of(selector, argument, scope), read):
                 name = f"{_short(selector)}.{argument}"
                 raise NotOnJax(
                     f"The JAX stack does not support {scope}/{name}: it reads {name} outside of the"
@@ -274,7 +276,8 @@ def _holds_anyway(key: Key, value: Any, scopes: tuple[str, ...]) -> bool:
     """Whether an argument has the value in these scopes too."""
     _, selector, argument = key
     default = _default(selector, argument)
-    return all(door.resolve_bindings(x, selector).get(argument, default) == value for x in scopes)
+    in_scopes = (door.raw_bindings(selector, each).get(argument, default) for each in scopes)
+    return all(door.follow_macros(each) == value for each in in_scopes)
 
 
 def _default(selector: str, argument: str) -> Any:
