@@ -136,8 +136,9 @@ def count_examples(folder: Path, split: str) -> int:
             " seqio_cache_tasks wrote.",
         )
     stats = folder / f"stats.{split}.json"
-    if stats.is_file():
-        return int(json.loads(stats.read_text())["examples"])
+    examples = json.loads(stats.read_text()).get("examples") if stats.is_file() else None
+    if examples is not None:
+        return int(examples)
     return sum(1 for name in shards_of(folder, split) for _ in read_records(folder / name))
 
 

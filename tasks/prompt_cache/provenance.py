@@ -136,14 +136,23 @@ def damage(folder: Path, split: str) -> str | None:
     """
     if not (folder / MARKER).is_file():
         return f"there is no {MARKER}"
-    info, stats = _json(folder / f"info.{split}.json"), _json(folder / f"stats.{split}.json")
+    info, stats = _json(folder / f"info.{split}.json"), folder / f"stats.{split}.json"
     if not isinstance(info, dict) or not isinstance(info.get("num_shards"), int):
         return f"info.{split}.json is missing or damaged"
     features = info.get("features")
     if not isinstance(features, dict) or not all(
-        isinstance(each, dict) and {"dtype", "shape"} <= each.keys() for each in features.values()
+        isinstance(each, dict)
+        and isinstance(each.get("dtype"), str)
+        and isinstance(each.get("shape"), list)
+        for each in features.values()
     ):
         return f"info.{split}.json does not say of which types and shapes its features are"
+    statistics = _json(stats) if stats.is_file() else {}
+    if not isinstance(statistics, dict):
+        return f"{stats.name} is damaged"
+    examples = statistics.get("examples")
+    if not isinstance(examples, int | float | None):
+        return f"{stats.name} is damaged"
     names = shard_names(split, info["num_shards"])
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
@@ -160,7 +169,6 @@ def damage(folder: Path, split: str) -> str | None:
             records += count
     except (KeyError, TypeError, AttributeError, ValueError):
         return f"{PROVENANCE} is damaged"
-    examples = None if stats is None else stats.get("examples")
     if examples is not None and examples != records:
         return f"its shards hold {records:,} examples and its statistics count {examples:,}"
     return None

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import itertools
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -320,6 +321,20 @@ def test_a_folder_that_is_no_complete_cache_is_refused(cache, tmp_path):
         CachedBatches([tmp_path], LENGTHS, 4)
     with pytest.raises(UserError, match="info.test.json is missing"):
         CachedBatches([cache / "one" / TASK], LENGTHS, 4, split="test")
+
+
+def test_examples_that_no_statistics_count_are_counted(cache, tmp_path):
+    for name in ("counted", "uncounted"):
+        shutil.copytree(cache / "one" / TASK, tmp_path / name / TASK)
+    file = tmp_path / "uncounted" / TASK / "stats.train.json"
+    statistics = json.loads(file.read_text())
+    del statistics["examples"]
+    file.write_text(json.dumps(statistics))
+    counted, uncounted = (
+        first(CachedBatches([tmp_path / name / TASK], LENGTHS, 4, seed=7), 3)
+        for name in ("counted", "uncounted")
+    )
+    assert_equal(counted, uncounted)
 
 
 def of_a_task_in_t5s_form() -> list:

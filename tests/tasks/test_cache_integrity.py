@@ -79,6 +79,11 @@ def claim(folder: Path) -> None:
     path.write_text(json.dumps({**stats, "examples": stats["examples"] + 1}))
 
 
+def count(stats: str):
+    """Gives the statistics another content."""
+    return lambda folder: (folder / f"stats.{SPLIT}.json").write_text(stats)
+
+
 def describe_without(key: str):
     """Takes a field from the description of each feature."""
 
@@ -105,6 +110,12 @@ DAMAGE = {
     "the description is cut": (
         lambda folder: (folder / f"info.{SPLIT}.json").write_text("{"),
         "info.validation.json is missing or damaged",
+    ),
+    "the statistics are cut": (count("{"), "stats.validation.json is damaged"),
+    "the statistics are a list": (count("[]"), "stats.validation.json is damaged"),
+    "the statistics count in words": (
+        count('{"examples": "64"}'),
+        "stats.validation.json is damaged",
     ),
     "features without a shape": (describe_without("shape"), "does not say of which types"),
     "features without a type": (describe_without("dtype"), "does not say of which types"),
