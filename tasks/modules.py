@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,8 +49,42 @@ _OWN = "t0repro."
 
 
 def needs_seqio(modules: Iterable[str]) -> bool:
-    """Whether a module may register directly with SeqIO, as any but t0repro's own may."""
+    """Whether a module may register directly with SeqIO, as any but t0repro's own may.
+
+    Raises:
+      UserError: See `check_modules`.
+    """
+    check_modules(modules)
     return not all(name.startswith(_OWN) for names in modules for name in names.split(","))
+
+
+def check_modules(modules: Iterable[str]) -> None:
+    """Looks for modules without importing them, which may take SeqIO and TensorFlow.
+
+    Raises:
+      UserError: If there is none of the name's first part, or it is a file's name.
+    """
+    for module in [name for names in modules for name in names.split(",") if name]:
+        if module.endswith(".py") or os.sep in module:
+            path = Path(module)
+            raise UserError(
+                f"{module} is a file, and not the name of a module.",
+                where="--module_import",
+                fix=f"Write {path.name.removesuffix('.py')}"
+                + (f", with PYTHONPATH={path.parent}." if path.parent != Path(".") else "."),
+            )
+        package = module.partition(".")[0]
+        if package not in sys.modules and not (package and importlib.util.find_spec(package)):
+            raise _no_module(module)
+
+
+def _no_module(module: str) -> UserError:
+    return UserError(
+        f"There is no module {module!r}.",
+        where="--module_import",
+        fix="Name a module that registers tasks, for instance t0repro.tasks.t0. One of your own is"
+        " looked for in PYTHONPATH and in the working folder.",
+    )
 
 
 # Of T0REPRO_TEMPLATES: like a module, each is registered once.
@@ -82,7 +117,7 @@ def load_tasks(
     for path in templates:
         read_template_file(path)  # report a broken file before seconds of imports
     # A user's module may register plain SeqIO tasks in addition to prompted ones.
-    with_seqio = into_seqio or needs_seqio(modules)
+    with_seqio = needs_seqio(modules) or into_seqio
     if with_seqio and (modules or templates):
         # First: on a current TensorFlow, SeqIO and t5 cannot be imported without it.
         from t0repro import compat
@@ -121,26 +156,13 @@ def hand_to_seqio() -> None:
 
 
 def _import(module: str) -> None:
-    if module.endswith(".py") or os.sep in module:
-        path = Path(module)
-        raise UserError(
-            f"{module} is a file, and not the name of a module.",
-            where="--module_import",
-            fix=f"Write {path.name.removesuffix('.py')}"
-            + (f", with PYTHONPATH={path.parent}." if path.parent != Path(".") else "."),
-        )
     try:
         importlib.import_module(module)
     except Exception as error:  # whatever a user's module raises, or SeqIO for it
         is_missing = isinstance(error, ModuleNotFoundError) and error.name is not None
         # Otherwise the module exists, and it imports one that does not.
         if is_missing and f"{module}.".startswith(f"{error.name}."):
-            raise UserError(
-                f"There is no module {module!r}.",
-                where="--module_import",
-                fix="Name a module that registers tasks, for instance t0repro.tasks.t0. One of your"
-                " own is looked for in PYTHONPATH and in the working folder.",
-            ) from error
+            raise _no_module(module) from error
         if module.startswith(_OWN):
             raise
         place = place_in_module(error)

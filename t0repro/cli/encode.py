@@ -76,7 +76,7 @@ def encode(
     begin. If it is interrupted, starting it again continues where it stopped.
 
     Example:
-      t0repro encode --checkpoint runs/demo/model --texts prompts.txt \
+      t0repro encode --checkpoint runs/t0_3b --texts prompts.txt \
         --pool mean --out prompts.safetensors
     """
     del computed_by  # it set a variable

@@ -135,9 +135,10 @@ def make(
     r"""Write report.json, report.md and report.html for a rank evaluation.
 
     Example:
-      t0repro report make runs/demo/validation_eval --out runs/demo/report \
-        --module_import t0repro.tasks.demo --train_mixture demo_train \
-        --metrics runs/demo/metrics.jsonl --other mtf=runs/mtf/validation_eval
+      t0repro report make runs/demo/model/validation_eval \
+        --out runs/demo/report --module_import t0repro.tasks.demo \
+        --train_mixture demo_train --metrics runs/demo/model/metrics.jsonl \
+        --other mtf=runs/mtf/validation_eval
 
     For another model:
       t0repro report make RESULTS --from lm-eval --out runs/other/report \

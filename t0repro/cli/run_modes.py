@@ -135,7 +135,7 @@ def train(
         --gin.MIXTURE_OR_TASK_NAME="'c4_v220_span_corruption'" \
         --gin.TRAIN_STEPS=10000 \
         --gin.TASK_FEATURE_LENGTHS="{'inputs': 512, 'targets': 114}" \
-        --gin.DROPOUT_RATE=0.0
+        --gin.DROPOUT_RATE=0.0 --module_import t5.data.mixtures
     """
     # First, so that mistakes are reported before joining processes and importing JAX.
     _check_machine(jobs.machines, platform, cell)

@@ -35,7 +35,7 @@ from t0repro.config.mtf.stand_ins import read_signatures
 from t0repro.errors import UserError, needs_reference_tier
 from t0repro.progress import SeqioOnce
 from t0repro.storage import check_readable, input_path
-from t0repro.tasks.modules import resolved_modules
+from t0repro.tasks.modules import check_modules, resolved_modules
 from t0repro.tasks.vocabulary import named_vocabulary
 from t0repro.training.preemption import resumable
 from t0repro.words import printable
@@ -120,6 +120,7 @@ def _check_flags(options: Any) -> None:
     check_output(options.model_dir, "--model_dir", jax=options.backend == "jax")
     if options.vocab:
         named_vocabulary(options.vocab)
+    check_modules(options.module_import or ())
     if options.mode and not options.use_model_api:
         raise UserError(
             "--mode is a flag of the Model API.",

@@ -135,9 +135,16 @@ def test_with_skip_missing_only_what_is_trained_on_stops_a_training(tmp_path, mo
     assert f"infer_eval: left out: no task of {task}_score_eval has a split 'validation'" in shown
 
 
-def test_a_misspelt_mixture_of_this_project_is_refused_before_tensorflow_is_imported(tmp_path):
-    code, _, said = train(tmp_path, 1, f"--gin.MIXTURE_OR_TASK_NAME='{TASK[:-1]}'")
-    assert code == 2 and f"nearest: '{TASK}'" in said, said
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        (f"--gin.MIXTURE_OR_TASK_NAME='{TASK[:-1]}'", f"nearest: '{TASK}'"),
+        ("--module_import=my_taks", "There is no module 'my_taks'."),
+    ],
+)
+def test_a_misspelt_name_is_refused_before_tensorflow_is_imported(tmp_path, argument, message):
+    code, _, said = train(tmp_path, 1, argument)
+    assert code == 2 and message in said, said
     assert "TensorFlow" not in said
 
 

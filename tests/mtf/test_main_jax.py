@@ -242,6 +242,14 @@ def test_bad_input_ends_with_a_message_and_exit_code_2_and_writes_nothing(
     assert not model_dir.exists()
 
 
+@pytest.mark.parametrize("backend", ["jax", "mtf"])
+def test_a_misspelt_module_is_refused_before_anything_is_imported(server, tmp_path, backend):
+    more = ["--module_import=tiny_taks", f"--backend={backend}"]
+    code, text = server.run([f"--model_dir={tmp_path / 'new'}", *commands.TRAIN, *more])
+    assert code == 2 and "There is no module 'tiny_taks'." in text, text
+    assert "importing" not in text
+
+
 def test_a_checkpoint_that_lacks_a_shard_or_fits_another_vocabulary_is_refused(
     trained, server, tmp_path
 ):

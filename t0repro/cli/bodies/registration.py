@@ -43,7 +43,7 @@ def register(
     """
     modules = resolved_modules([*parsed.imports, *(options.module_import or ())])
     folders, flag = folders_of(options.cache_dir), "--cache_dir"
-    if not options.tfds_data_dir and not needs_seqio(modules):
+    if not needs_seqio(modules) and not options.tfds_data_dir:
         load_tasks(modules, into_seqio=False)
         add_cache_dirs(folders, flag)
         if options.skip_missing:

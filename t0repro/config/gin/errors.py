@@ -305,6 +305,6 @@ def unknown_mixture(name: str, where: str | None = None) -> UserError:
     return UserError(
         f"There is no task or mixture {name!r}; nearest: {nearest_names(name, known)}.",
         where=where or f"{len(known)} tasks and mixtures are registered by the imported modules",
-        fix="Correct the name, or name the module that registers it with --module_import, or your"
-        " file of prompts in T0REPRO_TEMPLATES.",
+        fix="Correct the name, or name the module that registers it with --module_import (of t5's"
+        " own, t5.data.mixtures), or your file of prompts in T0REPRO_TEMPLATES.",
     )
