@@ -33,6 +33,7 @@ from t0repro.converters.jax_tree import JaxReader
 from t0repro.converters.model_files import arithmetic_source, check_run_files
 from t0repro.converters.sources import (
     check_checkpoint,
+    check_optimizer,
     check_slots_step,
     check_step,
     find_checkpoint,
@@ -149,6 +150,8 @@ def _plan(
 ) -> tuple[ConversionReport, CheckpointReader, Conversion]:
     """Opens and checks the source; returns the report so far, its reader and the conversion."""
     original = open_checkpoint(ref)
+    if options.slots:
+        check_optimizer(original)
     reader, notes = prepare(original, to, options)
     family = check_checkpoint(reader)
     # The run's files speak of the vocabulary before it was padded or cut.
@@ -282,13 +285,17 @@ def _dtype(to: Target, options: Options) -> tuple[str | None, str]:
 
 def _left_behind(reader: CheckpointReader) -> list[str]:
     """Notes about the parts of a T5X checkpoint that no other format can store."""
-    files = jax_tree.dataset_state(reader.ref.path) if isinstance(reader, JaxReader) else []
-    return [
+    if not isinstance(reader, JaxReader):
+        return []
+    notes = [
         f"T5X's place in its training data ({storage.base_name(file)}) is left out: it is one of"
         " tf.data's iterators, which only the same SeqIO pipeline can take up again."
         # Each host has a file of its own; one stands for all.
-        for file in files[:1]
+        for file in jax_tree.dataset_state(reader.ref.path)[:1]
     ]
+    if reader.other_state:
+        notes.append("The state of its optimizer, neither Adafactor nor Adam, is left out.")
+    return notes
 
 
 def _target(directory: str, to: Target, step: int) -> CheckpointRef:

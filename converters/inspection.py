@@ -15,6 +15,7 @@ from t0repro.converters.model_files import check_run_files
 from t0repro.converters.mtf import MtfReader
 from t0repro.converters.sources import (
     check_checkpoint,
+    check_optimizer,
     check_slots_step,
     check_step,
     find_checkpoint,
@@ -257,6 +258,7 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verificatio
     """
     reader = open_checkpoint(ref := find_checkpoint(path, step))
     family = check_checkpoint(reader)
+    check_optimizer(reader)
     check_slots_step(reader)
     check_run_files(reader.ref, family)
     manifest = manifest_of(reader.ref)

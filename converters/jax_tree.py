@@ -34,6 +34,7 @@ Layout = Literal["legacy", "orbax"]  # of T5X's checkpoints
 STATE = "state"
 ITEMS = (STATE, "default")
 _DUMMY_SHAPE = (1,)
+_STATE = "state/"
 
 
 class _Shaped(Protocol):
@@ -56,6 +57,7 @@ class JaxReader:
 
     Attributes:
       stored: The arrays under the checkpoint's own names.
+      other_state: Names of the state of an optimizer that is neither Adafactor nor Adam.
     """
 
     def __init__(
@@ -79,7 +81,10 @@ class JaxReader:
         if any(name.startswith(scanned) for name in arrays.tensors):
             arrays = _UnscannedArrays(arrays)
         self._arrays: Arrays = arrays
-        self.tensors: Mapping[str, TensorInfo] = arrays.tensors
+        self.other_state = [key for key in arrays.tensors if _is_other_state(key)]
+        self.tensors: Mapping[str, TensorInfo] = {
+            key: info for key, info in arrays.tensors.items() if key not in self.other_state
+        }
         _check_keys(self.tensors, ref.path)
 
     def read(self, key: str) -> np.ndarray:
@@ -118,6 +123,14 @@ class Renamed:
         if self._manifest is not None:
             self._manifest.check(self._names[name], array, self._where)
         return array
+
+
+def _is_other_state(key: str) -> bool:
+    try:
+        naming.split_key(key)
+    except ValueError:
+        return key.startswith(_STATE) and key != naming.STEP
+    return False
 
 
 def _check_keys(tree: Mapping[str, _Shaped], path: str) -> None:

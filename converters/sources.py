@@ -38,7 +38,7 @@ from t0repro.errors import UserError, similar_names
 from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape, check_parameters
 from t0repro.progress import say
-from t0repro.words import some
+from t0repro.words import counted, some
 
 
 def find_checkpoint(
@@ -532,6 +532,21 @@ def check_slots_step(reader: CheckpointReader) -> None:
         )
 
 
+def check_optimizer(reader: CheckpointReader) -> None:
+    """Checks that a T5X checkpoint's optimizer is one whose slots are known here.
+
+    Raises:
+      UserError: If it is neither Adafactor nor Adam.
+    """
+    if isinstance(reader, jax_tree.JaxReader) and reader.other_state:
+        raise UserError(
+            "The optimizer is neither Adafactor nor Adam; its state has"
+            f" {counted(len(reader.other_state), 'other variable')}: {some(reader.other_state)}.",
+            where=reader.ref.path,
+            fix="Convert without slots (--no_slots), and train on from the result.",
+        )
+
+
 def _check_slots(reader: CheckpointReader, shapes: dict[str, tuple[int, ...]]) -> None:
     slots: dict[str, dict[str, TensorInfo]] = {path: {} for path in shapes}
     for key, info in reader.tensors.items():
@@ -638,6 +653,7 @@ def open_tree(
             fix="Compute its embeddings with `t0repro encode`, or give a model with a decoder.",
         )
     if slots:
+        check_optimizer(reader)
         check_slots_step(reader)
     return {
         key: StoredTensor.open(reader, key)

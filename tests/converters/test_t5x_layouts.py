@@ -15,6 +15,7 @@ from t0repro.converters.inspection import verify
 from t0repro.converters.sources import find_checkpoint, load_any
 from t0repro.converters.t5x_msgpack import FlaxFile
 from t0repro.errors import UserError
+from t0repro.evaluation.opened import open_checkpoint
 
 from .checkpoint_files import assert_same_bits, read_variables
 from .older_t5x import write_by_older_t5x
@@ -81,6 +82,27 @@ def test_t5x_s_place_in_its_data_is_named_and_left_out(tiny_checkpoint, tmp_path
     report = convert(directory, tmp_path / "mtf", "mtf")
     assert any("train_ds-000-of-001" in note for note in report.notes)
     assert_same_bits(read_variables(tiny_checkpoint), read_variables(tmp_path / "mtf"))
+
+
+@pytest.mark.parametrize(
+    "prefix", ["state/param_states/inner_states/all/0/trace/", "state/states/1/param_states/"]
+)
+def test_of_a_checkpoint_with_another_optimizer_the_parameters_are_read(
+    tiny_checkpoint, tmp_path, prefix
+):
+    tree = load_any(tiny_checkpoint, slots=False)
+    slots = {key.replace("target/", prefix): tree[key] for key in tree if "kernel" in key}
+    write_by_t5x_manager(tmp_path / "t5x", tree | slots)
+    for read in (load_any, verify, lambda path: convert(path, tmp_path / "out", "mtf")):
+        with pytest.raises(UserError, match="neither Adafactor nor Adam") as caught:
+            read(tmp_path / "t5x")
+        assert "--no_slots" in str(caught.value.fix)
+    report = convert(tmp_path / "t5x", tmp_path / "out", "mtf", slots=False)
+    assert any("optimizer" in note for note in report.notes)
+    found = load_any(tmp_path / "out")
+    for key in tree:
+        np.testing.assert_array_equal(found[key], tree[key])
+    open_checkpoint(str(tmp_path / "t5x"), None, "float32")  # to evaluate
 
 
 def test_orbax_s_msgpack_of_2023_with_placeholders_is_read(tiny_checkpoint, tmp_path):
