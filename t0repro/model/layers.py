@@ -128,9 +128,11 @@ class Embedding(nn.Module):
 
         Mesh TensorFlow multiplies by a one-hot matrix, whose row for such an id is zero.
         """
-        table = constrain(self.embedding.astype(self.dtype), "vocab", "embed")
+        table = constrain(self.embedding, "vocab", "embed")
         vectors = table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-        return constrain(vectors, "batch", None, "embed")
+        # Rounded only here: the gradient of the look-up adds up all vectors of an id one by one,
+        # and a bfloat16 sum would stop growing.
+        return constrain(vectors.astype(self.dtype), "batch", None, "embed")
 
     def attend(self, x: Float[Array, "batch length d_model"]) -> Float[Array, "batch length vocab"]:
         """Float32 logits: x times the table; with `scale_tied_logits`, x is first scaled down."""

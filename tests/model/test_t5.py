@@ -239,6 +239,26 @@ def test_parameters_and_logits_are_float32_under_bfloat16_activations(config):
     assert np.abs(logits - exact).max() < 0.1 * np.abs(exact).max()
 
 
+def test_gradients_under_bfloat16_activations_are_float32s_up_to_bfloat16s_precision(params):
+    """With natural texts' frequencies: a few ids take most positions, and add up to one vector."""
+    draws = np.random.default_rng(0)
+    ids = np.minimum(draws.pareto(0.7, (8, 200)) + 2, T5_1_1.vocab_size - 1).astype(np.int32)
+    batch = batch_of(ids, ids[:, :50])
+
+    def gradients(dtypes):
+        def loss(params):
+            log_p = jax.nn.log_softmax(logits_of(T5(T5_1_1, dtypes), params, batch))
+            return -jnp.take_along_axis(log_p, jnp.asarray(batch["targets"])[..., None], -1).sum()
+
+        return flax.traverse_util.flatten_dict(jax.jit(jax.grad(loss))(params), sep="/")
+
+    expected = gradients(FLOAT32)
+    for name, gradient in gradients(BFLOAT16).items():
+        apart = jnp.linalg.norm(gradient - expected[name]) / jnp.linalg.norm(expected[name])
+        # bfloat16 has 8 bits.
+        assert apart < 8 * 2**-8, (name, float(apart))
+
+
 def test_encode_and_decode_together_are_the_call(params):
     model = T5(T5_1_1, FLOAT32)
     batch = batch_of([[5, 6, 1, 0]], [[7, 1]])
