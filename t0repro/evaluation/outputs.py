@@ -56,12 +56,15 @@ def find_tasks(eval_dir: str | os.PathLike[str]) -> dict[str, list[int]]:
     if not tasks:
         refuse_metrics_alone(folder)
         below = sorted({str(path.parent) for path in folder.glob("*_eval*/*_targets")})
+        fix = "Run scripts/rank_eval.sh first, with eval_model.output_eval_examples left on."
+        if below:
+            fix = f"Name the folder of one evaluation: {', '.join(below)}."
+        elif any(folder.glob("**/samples_*.jsonl")):
+            fix = "Read lm-evaluation-harness's results with t0repro report make --from lm-eval."
         raise UserError(
             "The folder holds no evaluation outputs (no file ends in _targets).",
             where=str(folder),
-            fix=f"Name the folder of one evaluation: {', '.join(below)}."
-            if below
-            else "Run scripts/rank_eval.sh first, with eval_model.output_eval_examples left on.",
+            fix=fix,
         )
     predictions = [name for name in names if name.endswith("_predictions")]
     decoded = find_decoded_tasks(folder)

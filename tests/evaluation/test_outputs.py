@@ -127,6 +127,14 @@ def test_an_empty_folder_is_a_users_mistake(tmp_path):
         read_task_scores(tmp_path / "absent")
 
 
+def test_results_of_lm_eval_are_told_the_option_that_reads_them(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "samples_boolq_2024-01-01T00-00-00.jsonl").write_text("")
+    with pytest.raises(UserError) as caught:
+        find_tasks(tmp_path)
+    assert "--from lm-eval" in str(caught.value.fix)
+
+
 def test_an_evaluation_of_seqios_metrics_is_told_what_writes_scores(tmp_path):
     (tmp_path / "inference_eval").mkdir()
     (tmp_path / "inference_eval" / "trec-metrics.jsonl").touch()
