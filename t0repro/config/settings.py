@@ -166,7 +166,8 @@ def arguments_of(kind: type, dialect: Dialect) -> Mapping[str, Argument]:
     for field in dataclasses.fields(kind):
         argument = _annotation(kind, field.name, _ARGUMENTS[dialect])
         # A class's configurable is not inherited: another class's fields are other arguments.
-        if argument is None and (configurable is None or fixed_value(kind, field.name, dialect)):
+        is_fixed = _only_value(kind, field.name, dialect) is not UNSET
+        if argument is None and (configurable is None or is_fixed):
             continue
         argument = argument or _ARGUMENTS[dialect]()
         name = argument.name or field.name
@@ -176,18 +177,15 @@ def arguments_of(kind: type, dialect: Dialect) -> Mapping[str, Argument]:
     return arguments
 
 
-def fixed_value(kind: type, field: str, dialect: Dialect) -> tuple[Any] | None:
-    """What `Only` gives a field in a dialect, as a tuple of one; None if an argument sets it."""
-    only = _annotation(kind, field, Only)
-    value = UNSET if only is None else getattr(only, dialect)
-    return None if value is UNSET else (value,)
+def _only_value(kind: type, field: str, dialect: Dialect) -> Any:
+    """What `Only` gives a field in a dialect; UNSET if an argument sets it."""
+    return getattr(_annotation(kind, field, Only), dialect, UNSET)
 
 
 def fixed_values(kind: type, dialect: Dialect) -> dict[str, Any]:
     """Field -> its value in a dialect, of the fields that have only one there."""
-    fixed = {each.name: fixed_value(kind, each.name, dialect) for each in dataclasses.fields(kind)}
-    return {name: value for name, only in fixed.items() if only for value in only
-            if value is not RULE}  # fmt: skip
+    values = {each.name: _only_value(kind, each.name, dialect) for each in dataclasses.fields(kind)}
+    return {name: value for name, value in values.items() if value not in (UNSET, RULE)}
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from t0repro.config.checkpoints import RestoreConfig
 from t0repro.config.data import SeqioDataConfig, TrainDataConfig
 from t0repro.config.optimizer import AdafactorConfig
 from t0repro.config.run import TrainingPlan, TrainRun
-from t0repro.config.settings import Dialect, arguments_of, fixed_value
+from t0repro.config.settings import Dialect, arguments_of, fixed_values
 from t0repro.parameters.shape import ALL_HEURISTIC
 
 
@@ -98,13 +98,13 @@ def _fields(
       scope: Of the arguments, such as "train/".
       with_macros: Whether to bind the macros through which the included files set arguments.
     """
-    bound = arguments_of(type(part), dialect)
+    bound, fixed = arguments_of(type(part), dialect), fixed_values(type(part), dialect)
     for field in dataclasses.fields(part):
-        value, fixed = getattr(part, field.name), fixed_value(type(part), field.name, dialect)
+        value = getattr(part, field.name)
         if rules and field.name in rules:
             yield from rules[field.name]
         elif field.name not in bound:
-            if fixed is not None and value != fixed[0]:
+            if value != fixed.get(field.name, value):
                 yield f"{prefix}{field.name} = {value}", _NOT_EXPRESSED
         elif field.name in always or value != field.default:
             argument = bound[field.name]

@@ -76,15 +76,11 @@ class Parameter:
 
 
 def _refuse(why: str, *standard: str, default: Any = None, fix: str = ONLY_T5X) -> Parameter:
-    return Parameter(Any, default, standard, why, fix)
+    return Parameter(UNSET, default, standard, why, fix)
 
 
-def _call(*calls: str, **more: Any) -> Parameter:
-    return Parameter(UNSET, calls=calls, **more)
-
-
-def _call_or_none(call: str, **more: Any) -> Parameter:
-    return Parameter(None, calls=(call,), **more)
+def _call(*calls: str) -> Parameter:
+    return Parameter(UNSET, calls=calls)
 
 
 _MODEL, _PARTITIONER = "models.EncoderDecoderModel", "partitioning.PjitPartitioner"
@@ -222,7 +218,7 @@ _OTHERS: Mapping[str, Mapping[str, Parameter]] = {
     },
     "adafactor.Adafactor": {
         "multiply_by_parameter_scale": Parameter(bool, True, ("adafactor.HParamMap",)),
-        "factor_map": _call_or_none("adafactor.HParamMap", default=None),
+        "factor_map": Parameter(None, None, ("adafactor.HParamMap",)),
         # Ignored: the Trainer's schedule sets the rate of each step.
         "learning_rate": Parameter(float | None, None),
         "dtype_momentum": _refuse("slots are float32.", default="float32"),
@@ -255,7 +251,7 @@ _OTHERS: Mapping[str, Mapping[str, Parameter]] = {
         "additional_rules": Parameter(_RULES | None, None),
     },
     "trainer.Trainer": {
-        "weight_metrics_computer": _call_or_none("trainer.WeightMetricsComputer", default=None)
+        "weight_metrics_computer": Parameter(None, None, ("trainer.WeightMetricsComputer",))
     },
     "seqio.SentencePieceVocabulary": {
         "use_fast_tokenizer": _refuse("texts are encoded by SentencePiece itself.", default=False)
