@@ -56,7 +56,11 @@ def find_tasks(eval_dir: str | os.PathLike[str]) -> dict[str, list[int]]:
     if not tasks:
         refuse_metrics_alone(folder)
         below = sorted({str(path.parent) for path in folder.glob("*_eval*/*_targets")})
-        fix = "Run scripts/rank_eval.sh first, with eval_model.output_eval_examples left on."
+        fix = (
+            "`t0repro rank-eval --checkpoint MODEL --mixture MIXTURE --out DIR` writes them and a"
+            " report. t5_mesh_transformer's score_eval.gin writes them, with"
+            " eval_model.output_eval_examples left on."
+        )
         if below:
             fix = f"Name the folder of one evaluation: {', '.join(below)}."
         elif any(folder.glob("**/samples_*.jsonl")):

@@ -96,6 +96,14 @@ def replay(folder: str | os.PathLike[str]) -> BadTensor | None:
       UserError: if the folder or the checkpoint is missing.
     """
     folder = Path(folder)
+    if not (folder / NOTES_FILE).is_file():
+        below = sorted(map(str, folder.glob("bad_update_*")))
+        raise UserError(
+            f"This is not a bad_update folder: it has no {NOTES_FILE}.",
+            where=str(folder),
+            fix=f"Name {' or '.join(below) or 'a bad_update_<step> folder'}, which"
+            " TerminateOnNanAction writes.",
+        )
     try:
         notes = json.loads((folder / NOTES_FILE).read_text())
         with np.load(folder / BATCH_FILE, allow_pickle=False) as arrays:

@@ -109,3 +109,10 @@ def test_the_allowlist_holds_for_mesh_tensorflows_gin_files_too(tmp_path):
     flags = ["--gin_import_allowlist=my_tasks", "--topology=cpu-1", "--dry_run"]
     done = precompile(*DEMO, f"--gin_file={tmp_path}/mine.gin", *flags)
     assert done.returncode == 2 and "--gin_import_allowlist" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("command", [["precompile"], ["parity", "--out", "x"]])
+def test_without_gin_files_there_is_no_run(tmp_path, command):
+    done = commands.run("t0repro", *command, cwd=tmp_path)
+    assert done.returncode == 2 and "No gin file is given" in done.stderr, done.stderr
+    assert "--demo" in done.stderr and not any(tmp_path.iterdir())

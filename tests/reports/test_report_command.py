@@ -47,7 +47,7 @@ def test_report_make_writes_nothing_on_bad_input(suite, tmp_path):
 
 def test_report_make_help_shows_an_example():
     run = CliRunner().invoke(app, ["make", "--help"])
-    assert "t0repro report make runs/demo/validation_eval" in " ".join(run.output.split())
+    assert "t0repro report make runs/demo/model/validation_eval" in " ".join(run.output.split())
 
 
 @pytest.mark.parametrize(
