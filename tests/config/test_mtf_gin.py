@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+import gin
 from t0repro.config.model import Layout
 from t0repro.config.mtf import dialect
 from t0repro.config.mtf.parser import MeshInputs
@@ -174,6 +175,22 @@ def test_what_mesh_tensorflow_misreads_is_kept_for_its_own_run_to_warn_of():
     )
     found = dialect.load(inputs).misread
     assert [str(error.where) for error in found] == [f"--gin_param {param!r}" for param in params]
+
+
+@gin.configurable(module="users")
+def choose_rows(shuffled: bool):
+    """A user's function, whose annotation alone says what it takes."""
+    return shuffled
+
+
+def test_a_text_for_a_truth_value_of_a_users_function_is_misread_too():
+    param = "users.choose_rows.shuffled = 'False'"
+    inputs = MeshInputs(
+        "a_model_dir", FILES, (*PARAMS, param), module_imports=("t0repro.tasks.demo",)
+    )
+    assert [str(error.where) for error in dialect.load(inputs).misread] == [
+        f"--gin_param {param!r}"
+    ]
 
 
 def test_a_layer_of_another_family_is_refused_with_the_gin_file_that_asks_for_it():

@@ -163,7 +163,7 @@ def list_misread(bindings: Bindings, model_type: str) -> Iterator[NotOnJax]:
             # As written: what the JAX stack does not read, it need not be able to call.
             value = door.value_of(selector, argument, scope)
             is_bool = isinstance(value, bool) or door.is_reference(value)
-            if isinstance(_default(selector, argument), bool) and not is_bool:
+            if _is_truth_value(selector, argument) and not is_bool:
                 yield NotOnJax(
                     f"{_short(selector)}.{argument} is {value!r}, which is not a truth value; Mesh"
                     f" TensorFlow takes it for {bool(value)}.",
@@ -278,6 +278,14 @@ def _holds_anyway(key: Key, value: Any, scopes: tuple[str, ...]) -> bool:
     default = _default(selector, argument)
     in_scopes = (door.raw_bindings(selector, each).get(argument, default) for each in scopes)
     return all(door.follow_macros(each) == value for each in in_scopes)
+
+
+def _is_truth_value(selector: str, argument: str) -> bool:
+    """Whether an argument is declared so; Mesh TensorFlow's show it by their defaults alone."""
+    parameter = inspect.signature(door.function_of(selector)).parameters.get(argument)
+    return parameter is not None and (
+        isinstance(parameter.default, bool) or parameter.annotation in (bool, "bool")
+    )
 
 
 def _default(selector: str, argument: str) -> Any:
