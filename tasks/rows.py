@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +54,9 @@ def find_rows_files(folder: Path, split: str) -> tuple[Path, ...]:
     """A split's files in a dataset's folder, in order; none if it is not there.
 
     Raises:
-      UserError: If one of several is missing.
+      UserError: If one of several is missing, or the split in another format has other rows.
     """
-    files = _files_by_split(folder).get(split, ())
+    files, *others = _files_by_split(folder).get(split, [()])
     shard = _SHARD.match(files[0].name) if files else None
     if shard is not None and int(shard["count"]) != len(files):
         raise UserError(
@@ -64,13 +64,32 @@ def find_rows_files(folder: Path, split: str) -> tuple[Path, ...]:
             where=str(folder),
             fix="Copy the others there too.",
         )
+    for other in others:
+        if other[0].parent == folder:  # named by the split; in a folder of its own lie other things
+            _check_count(split, files, other)
     return files
 
 
-def _files_by_split(folder: Path) -> dict[str, tuple[Path, ...]]:
+def _check_count(split: str, files: Sequence[Path], other: Sequence[Path]) -> None:
+    """Refuses the other files of a split if they hold another number of rows."""
+    try:
+        counts = [sum(map(number_of_rows, each)) for each in (files, other)]
+    except UserError:
+        return  # They may be no rows; whoever reads the first ones is told of those.
+    if counts[0] != counts[1]:
+        raise UserError(
+            f"Split {split!r} has {counts[0]} rows in {files[0].name}, but {counts[1]} in"
+            f" {other[0].name}.",
+            where=str(files[0].parent),
+            fix="Remove the one that is out of date, or rename it.",
+        )
+
+
+def _files_by_split(folder: Path) -> dict[str, list[tuple[Path, ...]]]:
     """Split -> its files: `train.jsonl`, `train-00000-of-00002.parquet`, or those in `train/`.
 
-    The last is what `save_to_disk` writes, and what the hub's branch of Parquet files has.
+    The last is what `save_to_disk` writes, and what the hub's branch of Parquet files has. Of a
+    split in several formats, the files to be read come first.
     """
     # Per split, files that belong together, by where they lie and their ending.
     found: dict[str, dict[tuple[int, int], list[Path]]] = {}
@@ -85,7 +104,10 @@ def _files_by_split(folder: Path) -> dict[str, tuple[Path, ...]]:
                 split, place = (shard["split"], 1) if shard else (split, 0)
             group = found.setdefault(split, {})
             group.setdefault((place, SUFFIXES.index(suffix)), []).append(path)
-    return {split: tuple(groups[min(groups)]) for split, groups in found.items()}
+    return {
+        split: [tuple(files) for _, files in sorted(groups.items())]
+        for split, groups in found.items()
+    }
 
 
 def read_rows(path: Path, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:

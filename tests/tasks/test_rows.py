@@ -274,6 +274,19 @@ def test_two_columns_of_one_name_are_refused(tmp_path):
         list(rows.read_rows(path))
 
 
+def test_a_split_in_two_formats_with_other_rows_is_refused(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    (tmp_path / "train.csv").write_text("text\na\nb\n")
+    assert rows.find_rows_files(tmp_path, "train") == (tmp_path / "train.jsonl",)
+    (tmp_path / "train.csv").write_text("text\na\nb\nc\n")
+    words = r"'train' has 2 rows in train\.jsonl, but 3 in train\.csv"
+    with pytest.raises(UserError, match=words):
+        rows.find_rows_files(tmp_path, "train")
+    # What holds no rows contradicts nothing.
+    (tmp_path / "train.csv").write_text("")
+    assert rows.find_rows_files(tmp_path, "train") == (tmp_path / "train.jsonl",)
+
+
 def test_a_file_that_is_not_parquet_is_named(tmp_path):
     (tmp_path / "train.parquet").write_text("text")
     with pytest.raises(UserError, match=r"train\.parquet"):
