@@ -58,6 +58,11 @@ def _lfs_pointer(where: str) -> str | None:
 
 
 INSTALL_PYARROW = "EXTRAS=parquet bash scripts/setup.sh, in a checkout, or pip install pyarrow."
+# Packages of the reference tier alone, by their modules' first names.
+OF_REFERENCE = {
+    *("apache_beam", "clu", "datasets", "huggingface_hub", "mesh_tensorflow", "seqio"),
+    *("t5", "tensorflow", "tensorflow_datasets", "tensorflow_estimator", "tensorflow_text"),
+}
 INSTALL_REFERENCE = (
     "Install the reference tier: TIER=reference bash scripts/setup.sh, in a checkout."
     " docs/tiers.md lists what needs it."

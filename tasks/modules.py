@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from t0repro.errors import UserError, place_in_module
+from t0repro.errors import INSTALL_REFERENCE, OF_REFERENCE, UserError, place_in_module
 from t0repro.tasks.registration import describing
 from t0repro.tasks.registry import (
     prompted_mixtures,
@@ -79,6 +79,9 @@ def check_modules(modules: Iterable[str]) -> None:
 
 
 def _no_module(module: str) -> UserError:
+    if (package := module.partition(".")[0]) in OF_REFERENCE - sys.modules.keys():
+        what = f"This needs {package}, which is not installed."
+        return UserError(what, where=f"--module_import {module}", fix=INSTALL_REFERENCE)
     return UserError(
         f"There is no module {module!r}.",
         where="--module_import",

@@ -222,7 +222,8 @@ def test_what_needs_the_reference_tier_is_named(results):
     code, printed = results["mesh eval of packed rows"]
     assert code == 2 and "mode eval reads packed or shuffled examples" in printed
     code, printed = results["mesh on Mesh TensorFlow"]
-    assert code == 2 and "This needs tensorflow, which is not installed" in printed
+    assert code == 2 and "This needs t5, which is not installed" in printed
+    assert "TIER=reference bash scripts/setup.sh" in printed
 
 
 def test_without_a_cache_it_trains_evaluates_and_resumes(folder, results):

@@ -24,7 +24,7 @@ from typing import Any
 
 from t0repro import compat, storage
 from t0repro.cli.results import echo
-from t0repro.errors import INSTALL_PYARROW, INSTALL_REFERENCE, UserError
+from t0repro.errors import INSTALL_PYARROW, INSTALL_REFERENCE, OF_REFERENCE, UserError
 from t0repro.progress import quiet_libtpu
 from t0repro.storage.disk import disk_error
 from t0repro.words import printable, without_secrets
@@ -32,12 +32,8 @@ from t0repro.words import printable, without_secrets
 FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130
 
 # What the core tier, or `pip install t0repro`, leaves out; by the module's first name.
-_REFERENCE = {
-    *("apache_beam", "clu", "datasets", "huggingface_hub", "mesh_tensorflow", "seqio"),
-    *("t5", "tensorflow", "tensorflow_datasets", "tensorflow_estimator", "tensorflow_text"),
-}
 _NOT_INSTALLED = {
-    **dict.fromkeys(_REFERENCE, INSTALL_REFERENCE),
+    **dict.fromkeys(OF_REFERENCE, INSTALL_REFERENCE),
     **dict.fromkeys(
         ("promptsource", "rouge_score", "sacrebleu", "sklearn", "tensorboard"),
         "TIER=core bash scripts/setup.sh, in a checkout.",

@@ -8,6 +8,7 @@ calls them but gin, for a binding such as `@tpu_mesh_shape()`; the few that it m
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import functools
@@ -90,9 +91,7 @@ def _all() -> Mapping[str, Any]:
         module, _, name = selector.rpartition(".")
         names: dict[str, Any] = {"gin": gin, "tf": _Named(DType)}
         names |= {package: _Named(make, package) for package in PACKAGES}
-        # Defaults are literals, or names with dots.
-        exec(f"def recorded{record['signature']}: ...", names)
-        signature = inspect.signature(names["recorded"])
+        signature = _read_signature(record["signature"], names)
 
         def stand_in(*args: Any, **kwargs: Any) -> Any:
             arguments = signature.bind(*args, **kwargs)
@@ -121,6 +120,36 @@ def _all() -> Mapping[str, Any]:
 def signature_of(selector: str) -> inspect.Signature:
     """The recorded signature of a configurable, by its full name."""
     return inspect.signature(_all()[selector].wrapped)
+
+
+def _read_signature(text: str, names: Mapping[str, Any]) -> inspect.Signature:
+    """A signature as scripts/dev/mtf_signatures.py writes it.
+
+    Args:
+      text: Arguments by position, perhaps **kwargs; defaults are literals or names with dots.
+      names: What such a name may begin with.
+    """
+    (function,) = ast.parse(f"def function{text}: ...").body
+    assert isinstance(function, ast.FunctionDef)
+    arguments, kwargs = function.args.args, function.args.kwarg
+    required = len(arguments) - len(function.args.defaults)
+
+    def read(node: ast.expr) -> Any:
+        match node:
+            case ast.Name(name):
+                return names[name]
+            case ast.Attribute(of, name):
+                return getattr(read(of), name)
+        return ast.literal_eval(node)
+
+    defaults = [inspect.Parameter.empty] * required + [read(x) for x in function.args.defaults]
+    parameters = [
+        inspect.Parameter(each.arg, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
+        for each, default in zip(arguments, defaults, strict=True)
+    ]
+    if kwargs:
+        parameters.append(inspect.Parameter(kwargs.arg, inspect.Parameter.VAR_KEYWORD))
+    return inspect.Signature(parameters)
 
 
 class _Named:
