@@ -146,9 +146,8 @@ def rank_eval(
             f"The split {settings.split!r} of {mixture!r} has no examples.",
             fix="Check whether the data is there, and whether the templates drop every row.",
         )
-    journal = journal_folder(out, checkpoint)
-    others = set(read_notes(journal, "devices")) - {device_kind()}
-    device = jax_device(read_notes(journal, "rounded_by"), sorted(others))
+    others = set(read_notes(evaluation.journal, "devices")) - {device_kind()}
+    device = jax_device(read_notes(evaluation.journal, "rounded_by"), sorted(others))
     write_facts(outcome.folder, checkpoint, selected.names, device)
     config = operative_config(mixture, checkpoint, settings)
     write_atomically(outcome.folder / "operative_config.gin", config)
@@ -191,7 +190,7 @@ class _Evaluation:
         self.checkpoint, self.out, self.settings = checkpoint, out, settings
         self.selected, self.vocabulary, self.metrics = selected, vocabulary, metrics
         path = out / f"{settings.split}_eval"
-        self._journal = journal_folder(out, checkpoint)
+        self.journal = journal_folder(out, checkpoint)
         self.folder = EvaluationFolder(path, checkpoint, settings, selected.generated)
         self.outcome = Outcome(
             path, selected.ranked, selected.generated, left_out=selected.left_out
@@ -207,7 +206,7 @@ class _Evaluation:
         if finished:
             say(f"Finished already: {len(finished)} of {counted(len(selected.names), 'task')}.")
         if len(finished) < len(selected.names):
-            add_note(self._journal, "devices", device_kind())
+            add_note(self.journal, "devices", device_kind())
         to_rank = [name for name in selected.ranked if name not in finished]
         self._rank(to_rank)
         for name in selected.generated:
@@ -224,7 +223,7 @@ class _Evaluation:
         settings, free = self.settings, None
         if settings.calibrated:
             free = np.array(self.vocabulary.encode(CONTENT_FREE), np.int32)
-        journal = ScoreJournal(self._journal / "pairs.bin")
+        journal = ScoreJournal(self.journal / "pairs.bin")
         # Keep the readers: each one's `available` is known only once it has been read to its end.
         readers = {name: self._reader(name) for name in names}
         tasks: dict[str, _RankedTask] = {}
@@ -237,7 +236,7 @@ class _Evaluation:
                     journal,
                     tokens_per_batch=settings.tokens_per_batch,
                     content_free=free,
-                    note_rounding=functools.partial(add_note, self._journal, "rounded_by"),
+                    note_rounding=functools.partial(add_note, self.journal, "rounded_by"),
                 )
                 seconds = run.score(lambda chunk: self._add(tasks, readers, chunk))
                 self._count(run, seconds)
