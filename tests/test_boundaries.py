@@ -107,17 +107,17 @@ def test_the_entry_for_accelerators_times_scoring_without_them(tmp_path):
 
 
 MODEL = tiny.model()
-PARAMETERS = initial_parameters(MODEL, jax.random.key(0))
 TOKENS = np.ones((2, 3), np.int32)
 ROW = np.ones(3, np.int32)
 WRONG_SHAPES = {
-    "engine": lambda: engine.read_texts(MODEL, PARAMETERS, ROW, TOKENS, TOKENS),
-    "loss": lambda: losses.cross_entropy(np.zeros((2, 3, 4), np.float32), ROW),
-    "model": lambda: MODEL.apply({"params": PARAMETERS}, ROW, TOKENS, method=T5.encode),
+    "engine": lambda params: engine.read_texts(MODEL, params, ROW, TOKENS, TOKENS),
+    "loss": lambda _: losses.cross_entropy(np.zeros((2, 3, 4), np.float32), ROW),
+    "model": lambda params: MODEL.apply({"params": params}, ROW, TOKENS, method=T5.encode),
 }
 
 
 @pytest.mark.parametrize("module", WRONG_SHAPES)
 def test_shapes_are_checked_in_the_modules_that_products_run_through(module):
+    params = initial_parameters(MODEL, jax.random.key(0))
     with pytest.raises(jaxtyping.TypeCheckError):
-        WRONG_SHAPES[module]()
+        WRONG_SHAPES[module](params)

@@ -26,22 +26,26 @@ from ..helpers.plain_scoring import row_scores
 
 TEXTS = ["is this film good or bad ? the cast was lovely", "what is it about"]
 MODEL = tiny.model(vocab_size=1408)
-CHECKPOINT = Checkpoint("here", 0, "", initial_parameters(MODEL, jax.random.key(0)), MODEL)
 
 
-def plain(text: str, choice: str, targets_length: int = 256) -> float:
+@pytest.fixture(scope="module")
+def checkpoint():
+    return Checkpoint("here", 0, "", initial_parameters(MODEL, jax.random.key(0)), MODEL)
+
+
+def plain(params, text: str, choice: str, targets_length: int = 256) -> float:
     """One pair's score, by a plain pass over one row."""
     processor = VocabularyFile(str(VOCABULARY)).processor()
     target = [*processor.encode(choice)[: targets_length - 1], processor.eos_id()]
     batch = {"inputs": np.array([processor.encode(text)]), "targets": np.array([target])}
-    return row_scores(CHECKPOINT.params, MODEL, batch)[0]
+    return row_scores(params, MODEL, batch)[0]
 
 
-def test_scores_are_a_plain_passes_for_every_pair():
+def test_scores_are_a_plain_passes_for_every_pair(checkpoint):
     choices = ["good", "bad", "neither of the two"]
-    scores = t0repro.score(CHECKPOINT, TEXTS, choices, vocabulary=VOCABULARY)
+    scores = t0repro.score(checkpoint, TEXTS, choices, vocabulary=VOCABULARY)
     assert scores.dtype == np.float32
-    expected = [[plain(text, choice) for choice in choices] for text in TEXTS]
+    expected = [[plain(checkpoint.params, text, choice) for choice in choices] for text in TEXTS]
     np.testing.assert_allclose(scores, expected, rtol=1e-5)
 
 
@@ -64,12 +68,13 @@ def test_a_score_has_the_bits_of_rank_evals(model_dir, prompts, tmp_path):
     np.testing.assert_array_equal(ranked.score.astype(np.float32), expected)
 
 
-def test_inputs_may_have_choices_of_their_own_and_long_ones_are_cut_before_eos():
+def test_inputs_may_have_choices_of_their_own_and_long_ones_are_cut_before_eos(checkpoint):
     choices = [["good", "bad"], ["the world of business and of sports"]]
     lengths = {"inputs": 1024, "targets": 3}
-    scores = t0repro.score(CHECKPOINT, TEXTS, choices, vocabulary=VOCABULARY, lengths=lengths)
+    scores = t0repro.score(checkpoint, TEXTS, choices, vocabulary=VOCABULARY, lengths=lengths)
     assert scores[1, 1] == -np.inf
-    np.testing.assert_allclose(scores[1, 0], plain(TEXTS[1], choices[1][0], 3), rtol=1e-5)
+    expected = plain(checkpoint.params, TEXTS[1], choices[1][0], 3)
+    np.testing.assert_allclose(scores[1, 0], expected, rtol=1e-5)
     assert (scores.argmax(axis=1)[1]) == 0
 
 
@@ -77,33 +82,33 @@ def test_inputs_may_have_choices_of_their_own_and_long_ones_are_cut_before_eos()
     ("inputs", "choices"),
     [("one text", ["a"]), (TEXTS, "yes"), (TEXTS, [["a"]]), (TEXTS, [["a"], []]), (TEXTS, [])],
 )
-def test_what_does_not_pair_is_refused(inputs, choices):
+def test_what_does_not_pair_is_refused(inputs, choices, checkpoint):
     with pytest.raises(UserError, match="choices|one text"):
-        t0repro.score(CHECKPOINT, inputs, choices, vocabulary=VOCABULARY)
+        t0repro.score(checkpoint, inputs, choices, vocabulary=VOCABULARY)
 
 
 @pytest.mark.parametrize(
     "lengths",
     [{"inputs": 8}, {}, *({"inputs": 8, "targets": n} for n in (0, -3, 2.5, "8", True, None))],
 )
-def test_a_length_that_is_none_is_refused(lengths):
+def test_a_length_that_is_none_is_refused(lengths, checkpoint):
     with pytest.raises(UserError, match=r"The length of targets|The length of inputs"):
-        t0repro.score(CHECKPOINT, TEXTS, ["a"], vocabulary=VOCABULARY, lengths=lengths)
+        t0repro.score(checkpoint, TEXTS, ["a"], vocabulary=VOCABULARY, lengths=lengths)
 
 
 @pytest.mark.parametrize("missing", [None, float("nan"), 3, b"text"])
-def test_what_is_not_text_is_refused_with_its_place(missing):
+def test_what_is_not_text_is_refused_with_its_place(missing, checkpoint):
     for inputs, choices, place in (
         ([TEXTS[0], missing], ["a"], "Number 1 of the inputs is "),
         (TEXTS, [["a"], ["b", missing]], "Number 1 of the choices is "),
         (TEXTS, ["a", missing], "choices"),
     ):
         with pytest.raises(UserError, match=place):
-            t0repro.score(CHECKPOINT, inputs, choices, vocabulary=VOCABULARY)
+            t0repro.score(checkpoint, inputs, choices, vocabulary=VOCABULARY)
 
 
-def test_another_vocabulary_than_the_checkpoints_is_refused():
-    small = dataclasses.replace(CHECKPOINT, model=tiny.model())
+def test_another_vocabulary_than_the_checkpoints_is_refused(checkpoint):
+    small = dataclasses.replace(checkpoint, model=tiny.model())
     with pytest.raises(UserError, match="has 1,[0-9]{3} pieces, the model's embedding 128 rows"):
         t0repro.score(small, TEXTS, ["a"], vocabulary=VOCABULARY)
 
@@ -116,21 +121,23 @@ def save(folder, step: int, seed: int) -> None:
     save_tree(folder / f"checkpoint_{step}", {**tree, "state/step": np.int32(step)})
 
 
-def test_a_folder_is_scored_with_its_latest_checkpoint_even_after_an_earlier_call(tmp_path):
+def test_a_folder_is_scored_with_its_latest_checkpoint_even_after_an_earlier_call(
+    tmp_path, checkpoint
+):
     def scores():
         return t0repro.score(tmp_path, TEXTS, ["good", "bad"], vocabulary=VOCABULARY)
 
     save(tmp_path, 7, seed=0)
     first = scores()
     np.testing.assert_array_equal(scores(), first)
-    of_memory = t0repro.score(CHECKPOINT, TEXTS, ["good", "bad"], vocabulary=VOCABULARY)
+    of_memory = t0repro.score(checkpoint, TEXTS, ["good", "bad"], vocabulary=VOCABULARY)
     np.testing.assert_allclose(first, of_memory, rtol=1e-5)
     save(tmp_path, 8, seed=1)
     assert (scores() != first).all()
 
 
 @pytest.mark.parametrize("written_as", ["hf", "jax"])
-def test_a_model_whose_file_is_corrected_is_opened_again(tmp_path, written_as):
+def test_a_model_whose_file_is_corrected_is_opened_again(tmp_path, written_as, checkpoint):
     save(tmp_path / "run", 7, seed=0)
     folder = tmp_path / "model"
     convert(str(tmp_path / "run"), str(folder), written_as)
@@ -145,7 +152,7 @@ def test_a_model_whose_file_is_corrected_is_opened_again(tmp_path, written_as):
     else:
         (folder / "operative_config.gin").write_text("sublayer_rms_norm.epsilon = 0.5\n")
     corrected = dataclasses.replace(MODEL.config, rms_norm_epsilon=0.5)
-    other = dataclasses.replace(CHECKPOINT, model=T5(corrected, MODEL.dtypes))
+    other = dataclasses.replace(checkpoint, model=T5(corrected, MODEL.dtypes))
     expected = t0repro.score(other, TEXTS, ["good", "bad"], vocabulary=VOCABULARY)
     assert (np.abs(before - expected) > 1e-3).any()
     np.testing.assert_allclose(scores(), expected, rtol=1e-5)

@@ -17,7 +17,7 @@ CONFIG = model_config(num_decoder_layers=2, d_kv=8, vocab_size=24)
 INPUTS = np.array([[5, 9, 3, 1, 0, 0], [7, 7, 2, 8, 4, 1], [3, 1, 0, 0, 0, 0]], np.int32)
 LENGTH, EOS = 7, 1
 FREE = np.zeros((3, LENGTH), np.int32)
-KEY = jax.random.PRNGKey(3)
+KEY = np.array([0, 3], np.uint32)
 BEAM = DecodingPlan(return_all_decodes=True)
 SAMPLE = DecodingPlan("temperature_sample", 5, return_all_decodes=True, topk=0)
 

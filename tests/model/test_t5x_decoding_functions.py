@@ -8,16 +8,17 @@ import pytest
 from t0repro.model.t5x_decoding import beam_search, temperature_sample
 
 VOCAB, EOS = 6, 1
-LOGITS = jnp.asarray(np.random.default_rng(0).normal(size=(VOCAB, VOCAB)) * 2, jnp.float32)
+LOGITS = np.random.default_rng(0).normal(size=(VOCAB, VOCAB)).astype(np.float32) * 2
 # A model in which no output ends.
-ENDLESS = LOGITS.at[:, EOS].set(-20.0)
+ENDLESS = LOGITS.copy()
+ENDLESS[:, EOS] = -20.0
 
 
 def after(table):
     """Logits that depend on the last token; the cache counts the calls."""
 
     def tokens_to_logits(state):
-        return table[state.cur_token[:, 0]], {"count": state.cache["count"] + 1}
+        return jnp.asarray(table)[state.cur_token[:, 0]], {"count": state.cache["count"] + 1}
 
     return tokens_to_logits
 

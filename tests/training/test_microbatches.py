@@ -18,7 +18,7 @@ from ..helpers import tiny_models as tiny
 
 DENOMINATORS = ["NUM_REAL_TARGET_TOKENS", "AVERAGE_PER_SEQUENCE", None, 60.0]
 (BATCH,) = tiny.batches(1, rows=12)
-STATE = tiny.new_state()
+new_state = functools.cache(tiny.new_state)  # importing a test compiles nothing
 
 
 class AsInT5X(T5Model):
@@ -40,7 +40,7 @@ def loss_and_gradient(kind, denominator, count, key=None, **changes):
     function = jax.jit(lambda state, batch: accumulate_grads_microbatched(
         model, state, batch, key, count, t5x_dropout_compat=kind is AsInT5X
     )[:2])  # fmt: skip
-    gradients, metrics = function(STATE, BATCH)
+    gradients, metrics = function(new_state(), BATCH)
     return float(metrics["loss"].total), np.concatenate(
         [np.ravel(leaf) for leaf in jax.tree.leaves(gradients)]
     )
@@ -92,7 +92,7 @@ def test_a_loss_of_a_subclass_is_what_is_trained_with_the_whole_batchs_divisor(d
 
 def test_a_loss_of_a_subclass_is_what_is_evaluated():
     plain, doubled = (
-        jax.jit(model_of(kind, None, z_loss=0.0).eval_fn)(STATE.params, BATCH)[0]
+        jax.jit(model_of(kind, None, z_loss=0.0).eval_fn)(new_state().params, BATCH)[0]
         for kind in (T5Model, Doubled)
     )
     assert float(doubled) == pytest.approx(2 * float(plain), rel=1e-6)
@@ -107,7 +107,7 @@ def test_t5x_dropout_compat_repeats_one_mask_and_the_default_does_not():
         def loss(count):
             batch = {name: x[:count] for name, x in rows.items()}
             _, metrics, _ = accumulate_grads_microbatched(
-                model, STATE, batch, key, count, **options
+                model, new_state(), batch, key, count, **options
             )
             return metrics["loss"].total
 
@@ -121,7 +121,8 @@ def test_t5x_dropout_compat_repeats_one_mask_and_the_default_does_not():
 
 
 def test_gradients_add_up_in_float32():
-    half = STATE.replace(params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), STATE.params))
+    state = new_state()
+    half = state.replace(params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.params))
     model = model_of(T5Model, None)
     function = jax.jit(lambda batch: accumulate_grads_microbatched(model, half, batch, None, 4)[0])
     gradients = function(BATCH)
