@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from t0repro.adapters import Adapter, is_even
 from t0repro.config.choices import ChoiceLoss
-from t0repro.config.settings import RULE, Mtf, Only, Range, T5x, arguments
+from t0repro.config.settings import RULE, Mtf, Only, Range, T5x, arguments, shared_values
 from t0repro.errors import UserError
 from t0repro.parameters.shape import ModelShape
 
@@ -302,18 +302,9 @@ class ModelConfig:
         # One activation means T5 1.0's `wi`; several have a kernel each.
         gated = len(self.activations) > 1
         return ModelShape(
-            num_encoder_layers=self.num_encoder_layers,
-            num_decoder_layers=self.num_decoder_layers,
-            d_model=self.d_model,
-            d_ff=self.d_ff,
-            num_heads=self.num_heads,
-            d_kv=self.d_kv,
-            vocab_size=self.vocab_size,
-            relative_attention_num_buckets=self.relative_attention_num_buckets,
+            **shared_values(self, ModelShape),
             wi_kernels=tuple(f"wi_{n}" for n in range(len(self.activations))) if gated else ("wi",),
             tied=self.logits_from_embedding,
-            shared_towers=self.shared_towers,
-            position_bias_per_layer=self.position_bias_per_layer,
         )
 
     def mesh_variables(self) -> dict[str, str]:

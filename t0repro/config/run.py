@@ -36,6 +36,7 @@ from t0repro.config.settings import (
     T5x,
     arguments,
     fixed_values,
+    shared_values,
 )
 from t0repro.errors import UserError
 
@@ -416,6 +417,12 @@ class Run:
                 where=where,
                 fix=f"Give what {cls.__name__}.to_json wrote, with this version of t0repro.",
             ) from error
+
+
+def to_seqio_config(data: TrainDataConfig, config: Run) -> SeqioDataConfig:
+    """Mesh TensorFlow's training data as T5X's configuration describes it."""
+    of_run = shared_values(config, SeqioDataConfig)
+    return SeqioDataConfig(**of_run, **shared_values(data, SeqioDataConfig))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -188,6 +188,12 @@ def fixed_values(kind: type, dialect: Dialect) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value not in (UNSET, RULE)}
 
 
+def shared_values(source: Any, kind: Any) -> dict[str, Any]:
+    """Field -> value, of the fields of a dataclass that an object of another class has too."""
+    names = [field.name for field in dataclasses.fields(kind)]
+    return {name: getattr(source, name) for name in names if hasattr(source, name)}
+
+
 @functools.cache
 def list_parts(*kinds: type) -> tuple[type, ...]:
     """Classes of settings with the classes of their fields, each after those of its own fields."""

@@ -10,8 +10,8 @@ from typing import Any
 from t0repro.config.checkpoints import RestoreConfig
 from t0repro.config.data import SeqioDataConfig, TrainDataConfig
 from t0repro.config.optimizer import AdafactorConfig
-from t0repro.config.run import TrainingPlan, TrainRun
-from t0repro.config.settings import Dialect, arguments_of, fixed_values
+from t0repro.config.run import TrainingPlan, TrainRun, to_seqio_config
+from t0repro.config.settings import Dialect, arguments_of, fixed_values, shared_values
 from t0repro.parameters.shape import ALL_HEURISTIC
 
 
@@ -247,8 +247,7 @@ def _data_of_mesh(config: TrainRun) -> _Items:
         yield from _unless(data.trim_output_features, words)
         words = f"plan.train_data.converter = {data.converter}"
         yield from _unless(data.converter == "encoder_decoder", words)
-        shared = {name: getattr(data, name) for name in _SHARED_DATA}
-        data = TrainDataConfig(**shared)
+        data = TrainDataConfig(**shared_values(data, TrainDataConfig))
     if data is not None:
         yield from _fields(data, "plan.train_data.", "mtf")
 
@@ -260,9 +259,7 @@ def _data_of_t5x(config: TrainRun) -> _Items:
         yield from _unless(data.skip_seen_data is None, words)
         words = f"plan.train_data.seen_data_init_step = {data.seen_data_init_step}"
         yield from _unless(not data.seen_data_init_step, words)
-        shared = {name: getattr(data, name) for name in _SHARED_DATA}
-        lengths = config.sequence_length
-        data = SeqioDataConfig(sequence_length=lengths, batch_size=config.batch_size, **shared)
+        data = to_seqio_config(data, config)
     if data is None:
         yield "TASK_FEATURE_LENGTHS", config.sequence_length
         yield "BATCH_SIZE", config.batch_size
@@ -274,12 +271,9 @@ def _data_of_t5x(config: TrainRun) -> _Items:
         yield "seqio.SentencePieceVocabulary.extra_ids", config.vocabulary_extra_ids
 
 
-# What both dialects' data have.
+# Bound even at their defaults, because the included files bind them.
 _DATA, _RESTORED = ("use_cached", "pack"), ("mode", "dtype", "strict", "fallback_to_scratch")
 _LOGITS = ("float32_attention_logits",)
-_SHARED_DATA = (
-    SeqioDataConfig.__dataclass_fields__.keys() & TrainDataConfig.__dataclass_fields__.keys()
-)
 
 
 def _run_of_mesh(config: TrainRun) -> _Items:

@@ -23,11 +23,10 @@ import numpy as np
 
 from t0repro import compat
 from t0repro.config.data import EvalDataConfig, TrainDataConfig
-from t0repro.config.run import MeshEvalRun
+from t0repro.config.run import MeshEvalRun, to_seqio_config
 from t0repro.data.checks import missing_split_error
 from t0repro.data.described_batches import make_mesh_batches, make_mesh_rows
 from t0repro.data.resuming import Batch
-from t0repro.data.seqio_need import to_seqio_config
 from t0repro.errors import UserError
 from t0repro.tasks.registry import is_described
 

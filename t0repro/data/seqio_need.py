@@ -7,7 +7,7 @@ from typing import Any
 
 from t0repro import compat
 from t0repro.config.data import PIECES_OR_BYTES, EvalDataConfig, SeqioDataConfig, TrainDataConfig
-from t0repro.config.run import MeshEvalRun, Run, TrainRun
+from t0repro.config.run import MeshEvalRun, Run, TrainRun, to_seqio_config
 from t0repro.data.cached import count_examples
 from t0repro.data.eval_examples import why_evaluation_needs_seqio, why_reading_needs_seqio
 from t0repro.data.mixing import FEATURES
@@ -76,21 +76,6 @@ def _why_mesh_training_needs_seqio(data: Any, config: Run) -> str | None:
     if data.checkpoint_input_pipeline and data.use_cached and compat.is_installed():
         return "checkpoints hold the state of tf.data's pipeline"
     return _why_batches_need_seqio(to_seqio_config(data, config))
-
-
-def to_seqio_config(data: TrainDataConfig, config: Run) -> SeqioDataConfig:
-    """Mesh TensorFlow's training data as T5X's configuration describes it."""
-    return SeqioDataConfig(
-        data.mixture_or_task_name,
-        config.sequence_length,
-        data.split,
-        config.batch_size,
-        data.shuffle,
-        data.seed,
-        use_cached=data.use_cached,
-        pack=data.pack,
-        num_shards=data.num_shards,
-    )
 
 
 def _why_batches_need_seqio(data: SeqioDataConfig) -> str | None:

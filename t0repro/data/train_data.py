@@ -16,13 +16,12 @@ import numpy as np
 
 from t0repro import compat
 from t0repro.config.data import Converter, SeqioDataConfig, TrainDataConfig
-from t0repro.config.run import TrainingPlan, TrainRun
+from t0repro.config.run import TrainingPlan, TrainRun, to_seqio_config
 from t0repro.data.batches import MODEL_FEATURES
 from t0repro.data.choice_batches import ChoiceBatches
 from t0repro.data.described_batches import make_described_batches, make_mesh_batches
 from t0repro.data.fingerprints import Fingerprint, fingerprint_mixture
 from t0repro.data.resuming import Batch, ResumableBatches
-from t0repro.data.seqio_need import to_seqio_config
 from t0repro.data.tf_steps import disable_autotune, run_light_steps_in_place
 from t0repro.errors import UserError
 from t0repro.progress import say

@@ -20,6 +20,7 @@ from t0repro.config.model import (
     Layout,
     ModelConfig,
 )
+from t0repro.config.settings import shared_values
 from t0repro.converters.witnesses import ParametersDigest
 from t0repro.errors import UserError
 from t0repro.parameters import naming
@@ -359,28 +360,16 @@ def make_scoring_config(
             fix="Score its texts with t5_mesh_transformer's mode score_from_dataset.",
         )
     config = ModelConfig(
-        num_encoder_layers=family.num_encoder_layers,
-        num_decoder_layers=family.num_decoder_layers,
-        d_model=family.d_model,
-        d_ff=family.d_ff,
-        num_heads=family.num_heads,
-        d_kv=family.d_kv,
-        vocab_size=family.vocab_size,
-        activations=computed.activations,
+        **shared_values(family, ModelConfig),
+        **shared_values(computed, ModelConfig),
         logits_from_embedding=family.tied,
-        shared_towers=family.shared_towers,
-        relative_attention_num_buckets=family.relative_attention_num_buckets,
         relative_attention_max_distance=computed.max_distance,
-        position_bias_per_layer=family.position_bias_per_layer,
         rms_norm_epsilon=computed.epsilon,
-        scale_tied_logits=computed.scale_tied_logits,
-        scale_queries=computed.scale_queries,
         dropout_rate=0.0,
         label_smoothing=0.0,
         z_loss=0.0,
         loss_denominator=None,
         model_type="lm" if family.decoder_only else "bitransformer",
-        input_full_attention=computed.input_full_attention,
         arithmetic=Arithmetic(one_way_position_buckets=computed.one_way_position_buckets),
     )
     config.check_position_buckets(path)
