@@ -14,6 +14,7 @@ from t0repro.data.checks import (
 )
 from t0repro.data.eval_examples import why_task_evaluation_needs_seqio
 from t0repro.errors import UserError
+from t0repro.evaluation.evaluation_folder import EvaluationSettings
 from t0repro.evaluation.judge import ranks_choices
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.tasks.availability import SKIP_MISSING, missing_tasks
@@ -56,14 +57,7 @@ class Selection:
         return (*self.ranked, *self.generated)
 
 
-def select_tasks(
-    mixture: str,
-    split: str,
-    modes: Sequence[str],
-    *,
-    use_cached: bool = False,
-    skip_missing: bool = False,
-) -> Selection:
+def select_tasks(mixture: str, settings: EvaluationSettings) -> Selection:
     """Selects the mixture's tasks that have the split: those to rank and those to decode.
 
     With both modes, a task whose answers can be ranked (it has a `_score_eval` twin) is ranked and
@@ -72,38 +66,35 @@ def select_tasks(
 
     Args:
       mixture: a registered mixture or task.
-      split: the split of every task.
-      modes: some of MODES.
-      use_cached: whether tasks are read from SeqIO's cache.
-      skip_missing: leave out tasks whose rows, or caches, are missing; otherwise they are an error.
+      settings: split and modes; whether tasks are read from SeqIO's cache, and whether those whose
+        rows, or caches, are missing are left out; otherwise they are an error.
 
     Raises:
       UserError: if there is no such mixture or task, if a task cannot be evaluated in these modes,
         if the rows or the cache of a task are missing, if no task has the split (or, with
         `skip_missing`, its rows), or if other hosts have the rows of other tasks.
     """
-    tasks = _resolve_tasks(mixture, modes)
+    tasks = _resolve_tasks(mixture, settings.modes)
     ranked = [task for task in tasks if _ranks(task)]
     others = [task for task in tasks if not _ranks(task)]
-    _check_modes(mixture, modes, ranked, others)
-    left_out = _find_left_out(mixture, tasks, split, skip_missing, use_cached)
-    if skip_missing:
-        check_same_tasks(mixture, split, {task.name for task in tasks} - left_out.keys())
+    _check_modes(mixture, settings.modes, ranked, others)
+    left_out = _find_left_out(mixture, tasks, settings)
+    if settings.skip_missing:
+        there = {task.name for task in tasks} - left_out.keys()
+        check_same_tasks(mixture, settings.split, there)
     # Now: a task that cannot be read would otherwise stop the run hours later.
     evaluated = [task for task in tasks if task.name not in left_out]
-    check_readable(mixture, split, use_cached=use_cached, tasks=evaluated)
+    check_readable(mixture, settings.split, use_cached=settings.use_cached, tasks=evaluated)
     names = [[t.name for t in kind if t.name not in left_out] for kind in (ranked, others)]
     return Selection(tuple(names[0]), tuple(names[1]), left_out)
 
 
-def why_not_alone(
-    mixture: str, split: str, modes: Sequence[str], *, use_cached: bool
-) -> str | None:
+def why_not_alone(mixture: str, settings: EvaluationSettings) -> str | None:
     """What needs SeqIO to read the tasks to evaluate, or t5 for their metrics; None for nothing."""
     reasons = (
-        why_task_evaluation_needs_seqio(task, use_cached=use_cached)
-        for task in _resolve_tasks(mixture, modes)
-        if split in task.splits
+        why_task_evaluation_needs_seqio(task, use_cached=settings.use_cached)
+        for task in _resolve_tasks(mixture, settings.modes)
+        if settings.split in task.splits
     )
     return next((why for why in reasons if why), None)
 
@@ -159,20 +150,21 @@ def _check_modes(
 
 
 def _find_left_out(
-    mixture: str, tasks: Sequence[Any], split: str, skip_missing: bool, use_cached: bool
+    mixture: str, tasks: Sequence[Any], settings: EvaluationSettings
 ) -> dict[str, str]:
     """Tasks without metrics, the split or, with `skip_missing`, its rows or cache; with reasons."""
+    split = settings.split
     if not any(split in task.splits for task in tasks):
         raise missing_split_error(mixture, split, "--split")
     left_out = {task.name: f"no split {split}" for task in tasks if split not in task.splits}
     # Nothing would be reported of such a task.
     left_out |= {task.name: "no metric" for task in tasks if not _has_metric(task)}
-    if skip_missing:
-        left_out |= missing_tasks(tasks, split, use_cached=use_cached)
+    if settings.skip_missing:
+        left_out |= missing_tasks(tasks, split, use_cached=settings.use_cached)
     if len(left_out) == len(tasks):
         raise UserError(
             f"No task of {mixture!r} has rows of split {split!r} here.",
-            where=SKIP_MISSING if skip_missing else None,
+            where=SKIP_MISSING if settings.skip_missing else None,
             fix="Set T0REPRO_DATA_DIR (or --data) to the folder of the datasets.",
         )
     return left_out

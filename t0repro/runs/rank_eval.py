@@ -55,7 +55,7 @@ CONTENT_FREE = "N/A"
 PAIRS_IN_MEMORY = 131_072
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Outcome:
     """Summary of what one run of `rank_eval` did.
 
@@ -122,13 +122,7 @@ def rank_eval(
         or a score is NaN or Inf (naming task, example and step).
     """
     out = output_path(out)
-    selected = select_tasks(
-        mixture,
-        settings.split,
-        settings.modes,
-        use_cached=settings.use_cached,
-        skip_missing=settings.skip_missing,
-    )
+    selected = select_tasks(mixture, settings)
     if selected.left_out:
         say(f"Left out: {reasons_in_words(selected.left_out)}.")
     vocabulary = check_vocabulary(selected.names, checkpoint)
@@ -201,8 +195,7 @@ class _Evaluation:
     def run(self) -> Outcome:
         """Ranks and decodes the tasks that are not finished; returns the summary."""
         selected = self.selected
-        finished = self.folder.finished(selected.names)
-        self.outcome = dataclasses.replace(self.outcome, finished=finished)
+        finished = self.outcome.finished = self.folder.finished(selected.names)
         if finished:
             say(f"Finished already: {len(finished)} of {counted(len(selected.names), 'task')}.")
         if len(finished) < len(selected.names):
@@ -271,7 +264,7 @@ class _Evaluation:
         del tasks[name]
         if not task.output.examples:
             task.output.discard()
-            self.outcome = dataclasses.replace(self.outcome, empty=(*self.outcome.empty, name))
+            self.outcome.empty += (name,)
             return
         result = task.output.finish()
         details = {"available": readers[name].available, "pairs": task.output.examples}
@@ -293,15 +286,12 @@ class _Evaluation:
         self._tokens += plan.input_tokens + plan.target_tokens
         self._entries += plan.padded_inputs + plan.padded_targets
         self._programs |= plan.programs
-        self.outcome = dataclasses.replace(
-            outcome,
-            pairs=outcome.pairs + len(run.pairs.index),
-            distinct=outcome.distinct + len(run.pairs),
-            scored=outcome.scored + run.scored,
-            padding=1 - self._tokens / self._entries if self._entries else 0.0,
-            programs=len(self._programs),
-            seconds=outcome.seconds + seconds,
-        )
+        outcome.pairs += len(run.pairs.index)
+        outcome.distinct += len(run.pairs)
+        outcome.scored += run.scored
+        outcome.padding = 1 - self._tokens / self._entries if self._entries else 0.0
+        outcome.programs = len(self._programs)
+        outcome.seconds += seconds
 
     # Decoding ----------------------------------------------------------------------------------
 
@@ -310,7 +300,7 @@ class _Evaluation:
         reader = self._reader(name)
         examples = list(reader.examples())
         if not examples:
-            self.outcome = dataclasses.replace(self.outcome, empty=(*self.outcome.empty, name))
+            self.outcome.empty += (name,)
             return
         lengths = self.settings.lengths
         texts, seconds = decode_examples(self.checkpoint, examples, lengths, self.vocabulary)
@@ -318,11 +308,8 @@ class _Evaluation:
         output.add(examples, texts)
         details = {"examples": len(examples), "available": reader.available, "seconds": seconds}
         self._record(output.finish(), details)
-        self.outcome = dataclasses.replace(
-            self.outcome,
-            decoded=self.outcome.decoded + len(examples),
-            decoding_seconds=self.outcome.decoding_seconds + seconds,
-        )
+        self.outcome.decoded += len(examples)
+        self.outcome.decoding_seconds += seconds
 
 
 class _RankedTask:

@@ -153,7 +153,7 @@ def test_choices_without_what_separates_them_are_refused(tmp_path, monkeypatch):
     )
     register_templates(tmp_path / "mine.yaml")
     with pytest.raises(UserError, match="always ranks first: single_choice_ask_score") as error:
-        select_tasks("single_choice_ask_score_eval", "validation", ("rank",))
+        select_tasks("single_choice_ask_score_eval", EvaluationSettings())
     assert "answer_choices: no, yes" in str(error.value) and "|||" in str(error.value)
 
 
@@ -164,11 +164,13 @@ def test_tasks_without_a_metric_are_left_out_of_t0s_training_mixture(tmp_path, m
     rows.parent.mkdir(parents=True)
     rows.touch()
     monkeypatch.setenv("T0REPRO_DATA_DIR", str(tmp_path))
-    selected = select_tasks("t0_train", "validation", ("rank", "generate"), skip_missing=True)
+    both = EvaluationSettings(modes=("rank", "generate"), skip_missing=True)
+    selected = select_tasks("t0_train", both)
     assert selected.left_out["app_reviews_generate_review"] == "no metric"
     assert "adversarial_qa_dbert_based_on" in selected.generated
     with pytest.raises(UserError, match="have no metric: app_reviews_generate_review"):
-        select_tasks("app_reviews_generate_review", "train", ("generate",))
+        settings = EvaluationSettings("train", modes=("generate",))
+        select_tasks("app_reviews_generate_review", settings)
 
 
 def test_a_task_without_inputs_is_refused_before_it_is_read():

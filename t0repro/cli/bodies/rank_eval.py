@@ -266,13 +266,7 @@ def _check(
     parallel: int,
 ) -> None:
     """Checks what is to be evaluated; the checkpoints only if they must be there already."""
-    selected = select_tasks(
-        asked.mixture,
-        settings.split,
-        settings.modes,
-        use_cached=settings.use_cached,
-        skip_missing=settings.skip_missing,
-    )
+    selected = select_tasks(asked.mixture, settings)
     tasks = counted(len(selected.names), "task")
     typer.echo(f"{tasks} of {asked.mixture} with the split {settings.split!r}")
     if selected.left_out:
@@ -294,9 +288,8 @@ def _prompts(
     folders = [] if tasks.cache_dir is None else [tasks.cache_dir]
     prompts = load_prompts(modules)
     add_cache_dirs(folders, "--cache_dir")
-    cached = settings.use_cached
     # Only if it must be, because importing TensorFlow and SeqIO takes seconds.
-    if why := why_not_alone(mixture, settings.split, settings.modes, use_cached=cached):
+    if why := why_not_alone(mixture, settings):
         if not compat.is_installed():
             raise needs_reference_tier(why)
         prompts = load_prompts(modules, into_seqio=True)
