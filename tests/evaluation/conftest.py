@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 
+from .rank_evaluations import evaluate
 from .small_model import save_model
 
 
@@ -21,3 +22,10 @@ def prompts():
 def model_dir(tmp_path_factory):
     """A folder with a checkpoint of step 7."""
     return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def evaluated(model_dir, prompts, tmp_path_factory):
+    """A folder with the results of the demo's tasks, and their outcome."""
+    out = tmp_path_factory.mktemp("out")
+    return out, evaluate(model_dir, out)
