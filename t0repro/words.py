@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 
 def json_fault(error: ValueError | RecursionError) -> str:
-    """What is wrong with a line of JSON, without json's own number of a line, which is always 1."""
+    """What is wrong with a text in JSON, and where; of a single line, only the column is named."""
     if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} (column {error.colno})"
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        return f"{error.msg} ({line}column {error.colno})"
     return str(error)
 
 

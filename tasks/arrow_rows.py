@@ -43,11 +43,20 @@ def class_names(path: Path) -> dict[str, list[str]]:
         with _stream(path) as stream:
             metadata = stream.schema.metadata
     written = (metadata or {}).get(b"huggingface")
-    features = json.loads(written)["info"]["features"] if written else {}
+    try:
+        features = json.loads(written or b"{}").get("info", {}).get("features") or {}
+        named = {name: each for name, each in features.items() if isinstance(each, dict)}
+    except (ValueError, AttributeError):
+        raise UserError(
+            "The metadata that `datasets` wrote into the file (huggingface) is damaged.",
+            where=str(path),
+            fix="Write the file again, with this metadata or without it.",
+        ) from None
     return {
         name: feature["names"]
-        for name, feature in features.items()
-        if isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
+        for name, feature in named.items()
+        # Classes that are only counted have no names.
+        if feature.get("_type") == "ClassLabel" and feature.get("names")
     }
 
 
@@ -145,13 +154,25 @@ def _truncate_times(batch: Any) -> Any:
     """A batch whose times are no finer than Python's; pandas writes nanoseconds."""
     import pyarrow as pa
 
-    def truncate(column: Any) -> Any:
-        kind = column.type
+    def truncate(kind: Any) -> Any:
         if pa.types.is_timestamp(kind) and kind.unit == "ns":
-            return column.cast(pa.timestamp("us", kind.tz), safe=False)
+            return pa.timestamp("us", kind.tz)
         if pa.types.is_duration(kind) and kind.unit == "ns":
-            return column.cast(pa.duration("us"), safe=False)
-        return column
+            return pa.duration("us")
+        if pa.types.is_time64(kind) and kind.unit == "ns":
+            return pa.time64("us")
+        if pa.types.is_struct(kind):
+            return pa.struct([field.with_type(truncate(field.type)) for field in kind])
+        for is_kind, make in (
+            (pa.types.is_list, pa.list_),
+            (pa.types.is_large_list, pa.large_list),
+        ):
+            if is_kind(kind):
+                return make(kind.value_field.with_type(truncate(kind.value_type)))
+        return kind
 
-    columns = [truncate(column) for column in batch.columns]
+    columns = [
+        column if (kind := truncate(column.type)) == column.type else column.cast(kind, safe=False)
+        for column in batch.columns
+    ]
     return pa.RecordBatch.from_arrays(columns, names=batch.schema.names)

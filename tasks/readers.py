@@ -232,7 +232,13 @@ def _missing_rows(
         "Put the split there, one JSON object per line or as Parquet, Arrow, CSV or TSV"
         f"{'' if named else f', and set {DATA_VARIABLE} to that folder of datasets'}."
     )
-    if entry is not None:
+    if like := [name for name in others if name.startswith(f"{split}.")]:
+        # A link to a file that is gone, another ending of JSON Lines (.ndjson) or a packed file.
+        fix = (
+            f"If {like[0]} is the split, unpack it or give it the ending of its format: .jsonl,"
+            " .parquet, .arrow, .csv or .tsv. If it is a link, put its file back."
+        )
+    if entry is not None and not like:
         fix = (
             how_to_ask(dataset, subset, split, folders[0])
             if entry.hub is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -13,14 +14,25 @@ from t0repro.errors import UserError
 from t0repro.tasks import arrow_rows
 from t0repro.tasks.csv_rows import DELIMITERS, count_csv, line_of_row, read_csv
 from t0repro.tasks.json_rows import count_json, place_json, read_json
+from t0repro.words import some
 
 _ARROW = (".parquet", ".arrow")
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", *_ARROW, *DELIMITERS)
 """The endings of files of rows; of a split in several formats, the first of these is read."""
 # As the hub names the files of a split in several.
-_SHARD = re.compile(r"(?P<split>.+)-\d{5}-of-(?P<count>\d{5})")
+_SHARD = re.compile(r"(?P<split>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
 # What `datasets` writes beside rows.
 _NO_ROWS = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
+# How files begin that are no text, whatever they are named.
+_BEGINNINGS = {
+    b"PK\3\4": "a zip archive or a workbook",
+    b"\x28\xb5\x2f\xfd": "packed with zstd",
+    b"\xfd7zXZ": "packed with xz",
+    b"BZh91AY&SY": "packed with bzip2",
+    b"PAR1": "Parquet",
+    b"ARROW1": "Arrow",
+    b"version https://git-lfs": "a Git LFS pointer",
+}
 # In copies of the hub's repositories, the folder of the only configuration.
 _ONLY_SUBSET = ("default", "data", "plain_text")
 
@@ -57,17 +69,36 @@ def find_rows_files(folder: Path, split: str) -> tuple[Path, ...]:
       UserError: If one of several is missing, or the split in another format has other rows.
     """
     files, *others = _files_by_split(folder).get(split, [()])
-    shard = _SHARD.match(files[0].name) if files else None
-    if shard is not None and int(shard["count"]) != len(files):
-        raise UserError(
-            f"The folder has {len(files)} of the {int(shard['count'])} files of split {split!r}.",
-            where=str(folder),
-            fix="Copy the others there too.",
-        )
+    if any(map(_shard, files)):
+        _check_shards(split, files)
     for other in others:
         if other[0].parent == folder:  # named by the split; in a folder of its own lie other things
             _check_count(split, files, other)
     return files
+
+
+def _check_shards(split: str, files: Sequence[Path]) -> None:
+    """Refuses the files of a split unless they are all of one copy of it."""
+    shards = [_shard(file) for file in files]
+    count = max(int(shard["count"]) for shard in shards if shard)
+    parts = [(int(shard["number"]), int(shard["count"])) if shard else None for shard in shards]
+    copy = {(number, count) for number in range(count)}
+    if others := [
+        file.name
+        for file, part in zip(files, parts, strict=True)
+        if part not in copy or parts.count(part) > 1
+    ]:
+        raise UserError(
+            f"Split {split!r} has files that are not of one copy of it: {some(others)}.",
+            where=str(files[0].parent),
+            fix="Remove those that are out of date, or of something else.",
+        )
+    if len(files) < count:
+        raise UserError(
+            f"The folder has {len(files)} of the {count} files of split {split!r}.",
+            where=str(files[0].parent),
+            fix="Copy the others there too.",
+        )
 
 
 def _check_count(split: str, files: Sequence[Path], other: Sequence[Path]) -> None:
@@ -85,22 +116,26 @@ def _check_count(split: str, files: Sequence[Path], other: Sequence[Path]) -> No
         )
 
 
+def _shard(file: Path) -> re.Match[str] | None:
+    return _SHARD.match(file.name)
+
+
 def _files_by_split(folder: Path) -> dict[str, list[tuple[Path, ...]]]:
     """Split -> its files: `train.jsonl`, `train-00000-of-00002.parquet`, or those in `train/`.
 
-    The last is what `save_to_disk` writes, and what the hub's branch of Parquet files has. Of a
-    split in several formats, the files to be read come first.
+    The last is what `save_to_disk` writes, and what the hub's branch of Parquet files has; Spark's
+    is `train.parquet/`. Of a split in several formats, the files to be read come first.
     """
     # Per split, files that belong together, by where they lie and their ending.
     found: dict[str, dict[tuple[int, int], list[Path]]] = {}
-    for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
-        for path in sorted(entry.iterdir()) if entry.is_dir() else [entry]:
+    for entry in _list_visible(folder) if folder.is_dir() else ():
+        for path in _list_saved(entry) if entry.is_dir() else [entry]:
             suffix = rows_suffix(path)
             if suffix is None or not path.is_file():
                 continue
-            split, place = entry.name, 2
+            split, place = entry.name.removesuffix(rows_suffix(entry) or ""), 2
             if path is entry:
-                shard = _SHARD.match(split := path.name.removesuffix(suffix))
+                shard, split = _shard(path), path.name.removesuffix(suffix)
                 split, place = (shard["split"], 1) if shard else (split, 0)
             group = found.setdefault(split, {})
             group.setdefault((place, SUFFIXES.index(suffix)), []).append(path)
@@ -108,6 +143,30 @@ def _files_by_split(folder: Path) -> dict[str, list[tuple[Path, ...]]]:
         split: [tuple(files) for _, files in sorted(groups.items())]
         for split, groups in found.items()
     }
+
+
+def _list_visible(folder: Path) -> list[Path]:
+    """What is in a folder, without what other programs keep beside rows: `._x`, `.x.crc`."""
+    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def _list_saved(folder: Path) -> list[Path]:
+    """What is in a split's folder; in one of `save_to_disk`'s, the files that it names.
+
+    `map` and `filter` leave their results beside those, cache-<hash>.arrow.
+    """
+    paths, state = _list_visible(folder), folder / "state.json"
+    if not state.is_file():
+        return paths
+    try:
+        named = {file["filename"] for file in json.loads(state.read_bytes())["_data_files"]}
+    except (ValueError, LookupError, TypeError):
+        raise UserError(
+            "The file does not list the files of a dataset.",
+            where=str(state),
+            fix="Save the dataset again with save_to_disk, or remove the file.",
+        ) from None
+    return [path for path in paths if path.name in named]
 
 
 def read_rows(path: Path, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
@@ -118,7 +177,23 @@ def read_rows(path: Path, start: int = 0, stop: int | None = None) -> Iterator[d
     """
     if path.suffix in _ARROW:
         return arrow_rows.read_arrow(path, start, stop)
+    _check_is_text(path)
     return (read_csv if path.suffix in DELIMITERS else read_json)(path, start, stop)
+
+
+def _check_is_text(path: Path) -> None:
+    """Refuses a file of another kind than its ending says; gzipped JSON is read."""
+    with open(path, "rb") as file:
+        begins = file.read(max(map(len, _BEGINNINGS)))
+    kind = next((what for start, what in _BEGINNINGS.items() if begins.startswith(start)), None)
+    if begins.startswith(b"\x1f\x8b") and path.suffix in DELIMITERS:
+        kind = "packed with gzip"
+    if kind is not None:
+        raise UserError(
+            f"The file is {kind}, and its name says {path.suffix}.",
+            where=str(path),
+            fix="Unpack it, or give it the ending of what it is, if that is read (docs/data.md).",
+        )
 
 
 def place_of_row(path: Path, index: int) -> str:
@@ -142,6 +217,7 @@ def _number_of_rows(path: Path, modified: int, size: int) -> int:
     del modified, size  # part of the key alone
     if path.suffix in _ARROW:
         return arrow_rows.count_arrow(path)
+    _check_is_text(path)
     return (count_csv if path.suffix in DELIMITERS else count_json)(path)
 
 

@@ -1,8 +1,11 @@
 """Rows on disk: both formats, and what is said when they are missing or broken."""
 
+import bz2
 import datetime
 import gzip
 import json
+import lzma
+from pathlib import Path
 
 import pyarrow
 import pyarrow.ipc
@@ -68,6 +71,15 @@ def test_files_that_hold_no_split_are_named(tmp_path):
         find_reader(tmp_path, "super_glue", "rte", "validation")
 
 
+@pytest.mark.parametrize("name", ["validation.ndjson", "validation.feather", "validation.jsonl"])
+def test_what_may_be_the_split_is_named_with_what_to_do(tmp_path, name):
+    folder = tmp_path / "super_glue" / "rte"
+    folder.mkdir(parents=True)
+    (folder / name).symlink_to("nothing")
+    with pytest.raises(UserError, match=f"If {name} is the split, .*If it is a link, put"):
+        find_reader(tmp_path, "super_glue", "rte", "validation")
+
+
 ROWS = [{"text": f"number {number}", "label": number % 2} for number in range(7)]
 
 
@@ -102,6 +114,8 @@ def write_rows(path, rows):
         (None, ["data/train-00000-of-00001.parquet"]),
         (None, ["plain_text/train-00000-of-00001.parquet"]),
         (None, ["train/data-00000-of-00001.arrow"]),
+        (None, ["default/train.parquet/part-00000-1c0e.snappy.parquet"]),  # Spark's
+        (None, ["default/train-00000-of-00001-a09b74b3ef9c3b56.parquet"]),  # the hub's, once
         (None, ["default/train.json"]),
         (None, ["default/train.json.gz"]),
     ],
@@ -114,7 +128,12 @@ def test_a_split_is_read_as_others_laid_it_out(tmp_path, subset, names):
     if names[0].startswith("train/"):
         (folder / "dataset_dict.json").write_text('{"splits": ["train"]}')
         (folder / "train" / "dataset_info.json").write_text("{}")
-        (folder / "train" / "state.json").write_text("{}")
+        state = {"_data_files": [{"filename": Path(name).name} for name in names]}
+        (folder / "train" / "state.json").write_text(json.dumps(state))
+        # What `map` leaves in the folder that it read.
+        write_rows(folder / "train" / "cache-0a1b2c3d4e5f6071.arrow", ROWS[:1])
+    for name in names:  # what macOS leaves beside a file that it copies
+        (folder / name).with_name(f"._{Path(name).name}").write_bytes(b"\0\5\x16\7")
     assert rows.splits_on_disk(rows.dataset_folder(tmp_path, "super_glue", subset)) == ["train"]
     reader = find_reader(tmp_path, "super_glue", subset, "train")
     assert reader.count() == len(ROWS)
@@ -130,6 +149,32 @@ def test_a_missing_file_of_a_split_is_an_error(tmp_path):
     write_rows(tmp_path / "super_glue/rte/train-00000-of-00002.parquet", ROWS)
     with pytest.raises(UserError, match="has 1 of the 2 files of split 'train'"):
         find_reader(tmp_path, "super_glue", "rte", "train")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["train-00000-of-00002", "train-00000-of-00002 (1)"],
+        ["train-00000-of-00001-a09b74b3ef9c3b56", "train-00000-of-00001-ffff74b3ef9c3b56"],
+        ["train-00000-of-00001", "train-00001-of-00002"],
+        ["train/data-00000-of-00001", "train/filtered"],
+    ],
+)
+def test_files_of_two_copies_of_a_split_are_refused(tmp_path, names):
+    for name in names:
+        write_rows(tmp_path / f"super_glue/rte/{name}.parquet", ROWS)
+    with pytest.raises(UserError, match="not of one copy of it"):
+        find_reader(tmp_path, "super_glue", "rte", "train")
+
+
+def test_a_folder_of_save_to_disk_whose_list_of_files_is_damaged_is_named(tmp_path):
+    write_rows(tmp_path / "super_glue/rte/train/data-00000-of-00001.arrow", ROWS)
+    state = tmp_path / "super_glue/rte/train/state.json"
+    for content in ("{}", "[]", "cut", '{"_data_files": null}'):
+        state.write_text(content)
+        with pytest.raises(UserError, match="does not list") as caught:
+            find_reader(tmp_path, "super_glue", "rte", "train")
+        assert caught.value.where == str(state)
 
 
 def test_a_list_of_rows_is_read_and_its_broken_row_named(tmp_path):
@@ -231,6 +276,21 @@ def test_class_names_of_saved_arrow_files_are_read(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "info",
+    [{}, {"features": None}, {"features": {"label": {"num_classes": 2, "_type": "ClassLabel"}}}],
+)
+def test_metadata_without_class_names_names_none(tmp_path, info):
+    path = tmp_path / "train.parquet"
+    for metadata in ({"huggingface": json.dumps({"info": info})}, {"huggingface": "{}"}):
+        table = pyarrow.Table.from_pylist(ROWS).replace_schema_metadata(metadata)
+        pyarrow.parquet.write_table(table, path)
+        assert rows.class_names(path) == {}
+    pyarrow.parquet.write_table(table.replace_schema_metadata({"huggingface": "cut"}), path)
+    with pytest.raises(UserError, match="huggingface"):
+        rows.class_names(path)
+
+
+@pytest.mark.parametrize(
     "line",
     ['{"text": "cut', "[1, 2]", '{"text": "\\ud800"}', b"\xff\xfe", b'{"text": "caf\xe9"}'],
 )
@@ -251,6 +311,23 @@ def test_nanoseconds_are_read_as_microseconds(tmp_path):
     assert type(row["at"]) is datetime.datetime
     assert row["at"].isoformat() == "2020-01-02T03:04:05.000001+00:00"
     assert row["took"] == datetime.timedelta(seconds=3)
+    assert decode_row(encode_row(row)) == row
+
+
+def test_nanoseconds_inside_records_and_lists_are_read_as_microseconds(tmp_path):
+    instant = pyarrow.array([1_577_934_245_000_001_999], pyarrow.timestamp("ns"))
+    hour = pyarrow.array([3_000_000_001], pyarrow.time64("ns"))
+    record = pyarrow.StructArray.from_arrays([instant, hour], ["at", "hour"])
+    listed = pyarrow.ListArray.from_arrays([0, 1], record)
+    path = tmp_path / "train.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"meta": record, "times": listed}), path)
+    (row,) = rows.read_rows(path)
+    expected = {
+        "at": datetime.datetime(2020, 1, 2, 3, 4, 5, 1),
+        "hour": datetime.time(0, 0, 3),
+    }
+    assert row == {"meta": expected, "times": [expected]}
+    assert type(row["meta"]["at"]) is datetime.datetime
     assert decode_row(encode_row(row)) == row
 
 
@@ -285,6 +362,31 @@ def test_a_split_in_two_formats_with_other_rows_is_refused(tmp_path):
     # What holds no rows contradicts nothing.
     (tmp_path / "train.csv").write_text("")
     assert rows.find_rows_files(tmp_path, "train") == (tmp_path / "train.jsonl",)
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (b"PK\3\4\x14\0xl/workbook.xml", "a zip archive or a workbook"),
+        (b"\x28\xb5\x2f\xfd\4\0", "packed with zstd"),
+        (lzma.compress(b"{}"), "packed with xz"),
+        (bz2.compress(b"{}"), "packed with bzip2"),
+        (b"PAR1\x15\4", "Parquet"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 2\n", "Git LFS"),
+    ],
+)
+@pytest.mark.parametrize("name", ["train.jsonl", "train.json", "train.csv", "train.tsv"])
+def test_a_file_that_is_no_text_is_named_as_what_it_is(tmp_path, name, content, kind):
+    (tmp_path / name).write_bytes(content)
+    for read in (rows.number_of_rows, lambda path: list(rows.read_rows(path))):
+        with pytest.raises(UserError, match=kind):
+            read(tmp_path / name)
+
+
+def test_a_gzipped_csv_file_is_named(tmp_path):
+    (tmp_path / "train.csv").write_bytes(gzip.compress(b"text\na\n"))
+    with pytest.raises(UserError, match="packed with gzip"):
+        rows.number_of_rows(tmp_path / "train.csv")
 
 
 def test_a_file_that_is_not_parquet_is_named(tmp_path):
