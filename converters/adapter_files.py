@@ -383,14 +383,16 @@ class _PeftReader(AdapterCheckpoint):
         self._step = int(step)
         self._stored = self._by_peft_name()
         self._names = {self._tree_path(name): name for name in self._stored}
+        adapter = self._config.adapter(_targets(self._names), self._modules())
         tensors = {}
         for path, name in self._names.items():
             shape = self._file.tensors[self._stored[name]].shape
             # torch keeps a kernel as [out, in], and PEFT a vector of (IA)3 as a matrix.
             shape = (math.prod(shape),) if name.endswith("ia3_l") else shape[::-1]
+            if self._config.has_patterns:
+                shape = self._check_rank(name, shape, adapter.rank)
             tensors[naming.PARAMETERS + path] = TensorInfo(shape, np.dtype(np.float32))
         self.tensors = {**tensors, naming.STEP: TensorInfo((), np.dtype(np.int32))}
-        adapter = self._config.adapter(_targets(self._names))
         digest = self._file.metadata.get(_BASE_HASH)
         self.note = AdapterNote(adapter, self._config.base, digest)
 
@@ -410,16 +412,51 @@ class _PeftReader(AdapterCheckpoint):
         # A float64 beyond float32 becomes infinite, which `read` refuses.
         with np.errstate(over="ignore"):
             array = self._file.read(self._stored[name]).astype(np.float32)
-        return array.reshape(-1) if name.endswith("ia3_l") else transpose(array)
+        if name.endswith("ia3_l"):
+            return array.reshape(-1)
+        if self._config.has_patterns:
+            array = self._raise_rank(name, array, self.tensors[key].shape[::-1])
+        return transpose(array)
+
+    # rank_pattern and alpha_pattern give modules of one adapter other ranks and scales. Zeros make
+    # each rank the largest one, and a factor in lora_A each scale: the products stay the same.
+
+    def _check_rank(self, name: str, shape: tuple[int, ...], largest: int) -> tuple[int, ...]:
+        """The shape of a part of LoRA's with the largest rank.
+
+        Raises:
+          UserError: If its own rank is not that of its module.
+        """
+        axis = 1 if name.endswith(_LORA_PARTS[LORA_A]) else 0
+        rank = self._config.rank_of(self._module_of(name))
+        if shape[axis] != rank:
+            raise UserError(
+                f"{name} has rank {shape[axis]}; r and rank_pattern say {rank}.",
+                where=self._config.where,
+                fix="Copy the whole folder again.",
+            )
+        return (*shape[:axis], largest, *shape[axis + 1 :])
+
+    def _raise_rank(self, name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """A part of LoRA's in a shape with the largest rank, and with its module's scale in A."""
+        raised = np.zeros(shape, np.float32)
+        raised[: array.shape[0], : array.shape[1]] = array
+        if name.endswith(_LORA_PARTS[LORA_A]):
+            raised *= self._config.scale_of(self._module_of(name)) / self.note.adapter.scale
+        return raised
+
+    def _module_of(self, name: str) -> str:
+        match = _MODULE.fullmatch(name)
+        assert match is not None, name  # `_tree_path` has refused other names
+        return match["module"]
+
+    def _modules(self) -> set[str]:
+        return set(map(self._module_of, self._stored))
 
     def _check_complete(self, shape: ModelShape) -> None:
         """Raises a UserError unless the file has the tensors of a model that PEFT would adapt."""
         parts = ["ia3_l"] if self._config.kind == "ia3" else list(_LORA_PARTS.values())
-        matches = (_MODULE.fullmatch(name) for name in self._stored)
-        chosen = self._config.chosen(
-            [_module(path) for path in kernels(shape)],
-            {match["module"] for match in matches if match},
-        )
+        chosen = self._config.chosen([_module(path) for path in kernels(shape)], self._modules())
         wanted = {f"{_BELOW}{module}.{part}" for module in chosen for part in parts}
         if missing := sorted(wanted - self._stored.keys()):
             raise UserError(

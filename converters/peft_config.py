@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from t0repro import storage
@@ -42,7 +42,7 @@ _READ = {
 }
 _READ_OF_KIND: dict[Kind, set[str]] = {
     "lora": {
-        *("r", "lora_alpha", "lora_dropout", "use_rslora"),
+        *("r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern"),
         *("layers_to_transform", "layers_pattern"),
     },
     "ia3": {"feedforward_modules"},
@@ -70,7 +70,10 @@ class PeftConfig:
       where: The file.
       kind: The kind of adapter.
       base: The name or path of its base; "" if it names none.
-      rank, alpha, dropout: LoRA's; see `Adapter`.
+      rank, dropout: LoRA's; see `Adapter`.
+      alpha: The product of LoRA's matrices is scaled by alpha / rank.
+      is_root_scaled: Whether it is scaled by alpha / rank**0.5 instead (rsLoRA).
+      ranks, alphas: Regular expressions of modules -> those that are not `rank` and `alpha`.
       targets, excluded: Names of modules, or a regular expression.
       layers: Numbers of the layers that have an adapter; all if it is empty.
       patterns: What stands before a layer's number in a module's name; by default, anything.
@@ -83,6 +86,9 @@ class PeftConfig:
     base: str
     rank: int
     alpha: float
+    is_root_scaled: bool
+    ranks: Mapping[str, float]
+    alphas: Mapping[str, float]
     dropout: float
     targets: _Names
     excluded: _Names
@@ -110,11 +116,37 @@ class PeftConfig:
             ) from error
         return _parse(_Fields(config, where))
 
-    def adapter(self, targets: tuple[str, ...]) -> Adapter:
-        """What it describes, on the kernels that match."""
+    def adapter(self, targets: tuple[str, ...], modules: Collection[str]) -> Adapter:
+        """What it describes, on the kernels that match; LoRA with its modules' largest rank."""
         if self.kind == "ia3":
             return Adapter("ia3", targets)
-        return Adapter("lora", targets, self.rank, self.alpha, self.dropout)
+        rank, alpha = self.rank, self.alpha * (math.sqrt(self.rank) if self.is_root_scaled else 1)
+        if self.has_patterns and modules:
+            rank = max(map(self.rank_of, modules))
+            alpha = max(map(self.scale_of, modules)) * rank
+        return Adapter("lora", targets, rank, alpha, self.dropout)
+
+    @property
+    def has_patterns(self) -> bool:
+        """Whether LoRA's modules may differ in rank and scale."""
+        return bool(self.ranks or self.alphas)
+
+    def rank_of(self, module: str) -> int:
+        """LoRA's rank on a module."""
+        return int(self._by_pattern("rank_pattern", self.ranks, module, self.rank))
+
+    def scale_of(self, module: str) -> float:
+        """The factor of LoRA's product on a module."""
+        rank = self.rank_of(module)
+        alpha = self._by_pattern("alpha_pattern", self.alphas, module, self.alpha)
+        return alpha / (math.sqrt(rank) if self.is_root_scaled else rank)
+
+    def _by_pattern(
+        self, field: str, values: Mapping[str, float], module: str, default: float
+    ) -> float:
+        # As PEFT does since 0.14: the first one that matches the end of a module's name.
+        matching = (p for p in values if self._fullmatch(field, rf"(.*\.)?({p})$", module))
+        return next((values[pattern] for pattern in matching), default)
 
     def chosen(self, modules: Iterable[str], tensors: Iterable[str]) -> set[str]:
         """The modules that have an adapter.
@@ -213,9 +245,6 @@ def _parse(fields: _Fields) -> PeftConfig:
     # PEFT's own defaults, for a file that leaves them out.
     rank = int(fields.number("r", 8, whole=True)) if kind == "lora" else 0
     alpha = fields.number("lora_alpha", 8) if kind == "lora" else 1.0
-    if fields.flag("use_rslora"):
-        # PEFT divides by the root of the rank, so this alpha gives the same scale.
-        alpha *= math.sqrt(rank)
     reads = fields.names("feedforward_modules")
     return PeftConfig(
         where=where,
@@ -223,6 +252,9 @@ def _parse(fields: _Fields) -> PeftConfig:
         base=fields.text("base_model_name_or_path"),
         rank=rank,
         alpha=float(alpha),
+        is_root_scaled=fields.flag("use_rslora"),
+        ranks=fields.by_pattern("rank_pattern", whole=True),
+        alphas=fields.by_pattern("alpha_pattern"),
         dropout=fields.rate("lora_dropout"),
         targets=_DEFAULT_TARGETS[kind] if targets is None else targets,
         excluded=fields.names("exclude_modules") or [],
@@ -273,9 +305,15 @@ class _Fields:
 
     def number(self, name: str, default: float, *, whole: bool = False) -> float:
         value = self.config.get(name, default)
-        # Not isinstance: in Python, a bool is an int, and `true` would pass for 1.
-        if type(value) not in ((int,) if whole else (int, float)) or not 0 < value < 2**31:
+        if not _is_number(value, whole):
             raise self._not(name, f"a {'whole ' if whole else ''}number above 0 and below 2**31")
+        return value
+
+    def by_pattern(self, name: str, *, whole: bool = False) -> Mapping[str, float]:
+        value = self.config.get(name) or {}
+        if not isinstance(value, dict) or not all(_is_number(n, whole) for n in value.values()):
+            kind = "whole numbers" if whole else "numbers"
+            raise self._not(name, f"names of modules with {kind} above 0 and below 2**31")
         return value
 
     def rate(self, name: str) -> float:
@@ -297,3 +335,8 @@ class _Fields:
         if not all(type(each) is int for each in listed):
             raise self._not(name, "a whole number or a list of them")
         return listed
+
+
+def _is_number(value: Any, whole: bool) -> bool:
+    # Not isinstance: in Python, a bool is an int, and `true` would pass for 1.
+    return type(value) in ((int,) if whole else (int, float)) and 0 < value < 2**31

@@ -17,6 +17,7 @@ from tests.converters.peft_side import (  # noqa: E402 - the cases, which are be
     GOLDEN_FILES,
     GOLDENS,
     MODELS,
+    PATTERNS,
     save_base,
     trained,
 )
@@ -26,7 +27,11 @@ def main() -> None:
     """Trains each adapter and keeps its files and its logits."""
     import peft
 
-    configs = {"lora": peft.LoraConfig(r=2, lora_alpha=3), "ia3": peft.IA3Config()}
+    configs = {
+        "lora": peft.LoraConfig(r=2, lora_alpha=3),
+        "ia3": peft.IA3Config(),
+        "patterns": peft.LoraConfig(r=2, lora_alpha=3, **PATTERNS),
+    }
     for name, model in GOLDENS.items():
         with tempfile.TemporaryDirectory() as folder:
             _, hf = save_base(Path(folder), MODELS[model])

@@ -29,7 +29,13 @@ MODELS = {
     "relu, tied": dataclasses.replace(_RELU, logits_from_embedding=True),
 }
 
-GOLDENS = {"lora": "gated, untied", "ia3": "relu, tied"}
+# Two patterns match decoder.block.1.layer.0.SelfAttention.q: PEFT takes the first.
+PATTERNS = {
+    "rank_pattern": {r"block\.1\..*SelfAttention\.q": 4, "decoder.*q": 1},
+    "alpha_pattern": {"EncDecAttention.v": 7, "SelfAttention.q": 5},
+}
+
+GOLDENS = {"lora": "gated, untied", "ia3": "relu, tied", "patterns": "gated, untied"}
 """Folders that PEFT wrote, by name, and the models below them: scripts/dev/make_peft_goldens.py."""
 GOLDEN_FILES = Path(__file__).parent / "peft_goldens"
 

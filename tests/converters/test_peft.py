@@ -21,7 +21,7 @@ from t0repro.errors import UserError
 from t0repro.evaluation.opened import open_checkpoint
 
 from . import peft_side
-from .peft_side import MODELS, forget_hash, save_adapter, save_base, tokens
+from .peft_side import MODELS, PATTERNS, forget_hash, save_adapter, save_base, tokens
 
 # PEFT 0.21.0 asks transformers 5.23 for a property under its former name.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
@@ -85,13 +85,15 @@ def test_peft_loads_our_adapter_onto_the_same_base(peft, bases, model, adapter, 
 
 
 @pytest.mark.hf
-@pytest.mark.parametrize("kind", ["lora", "rslora", "ia3"])
+@pytest.mark.parametrize("kind", ["lora", "rslora", "patterns", "rslora with patterns", "ia3"])
 @pytest.mark.parametrize("model", ["gated, untied", "relu, tied"])
 def test_an_adapter_that_peft_trained_is_read_here(peft, bases, model, kind, tmp_path):
     _, hf = bases[model]
     configs = {
         "lora": peft.LoraConfig(r=2, lora_alpha=3, target_modules=["q", "o"]),
         "rslora": peft.LoraConfig(r=2, lora_alpha=3, use_rslora=True),
+        "patterns": peft.LoraConfig(r=2, lora_alpha=3, **PATTERNS),
+        "rslora with patterns": peft.LoraConfig(r=2, lora_alpha=3, use_rslora=True, **PATTERNS),
         "ia3": peft.IA3Config(),
     }
     trained = tmp_path / "trained"
@@ -166,6 +168,7 @@ def test_logits_over_a_golden_are_peft_s(golden, tmp_path):
     np.testing.assert_allclose(our_logits(folder), expected, atol=LOGITS_TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("golden", ["lora", "ia3"], indirect=True)  # patterns get one rank
 def test_a_golden_comes_back_as_peft_wrote_it(golden, tmp_path):
     folder, _ = golden
     convert(folder, tmp_path / "own", "adapter")
@@ -235,8 +238,10 @@ def lora_folder(bases, tmp_path):
         ("use_dora", True),
         ("bias", "lora_only"),
         ("lora_bias", True),
-        ("rank_pattern", {"q": 4}),
-        ("alpha_pattern", {"q": 4}),
+        ("rank_pattern", {"q": 4.0}),
+        ("alpha_pattern", {"q": 0}),
+        ("alpha_pattern", ["q"]),
+        ("rank_pattern", {"(": 2}),
         ("modules_to_save", ["lm_head"]),
         ("fan_in_fan_out", True),
         ("init_lora_weights", "pissa"),
@@ -283,6 +288,12 @@ def test_an_adapter_for_another_size_is_refused(lora_folder, tmp_path):
     with pytest.raises(
         UserError, match=r"lora_b is of shape \[2, 8\] in the checkpoint and of shape \[2, 4\]"
     ):
+        sources.open_any(lora_folder)
+
+
+def test_a_rank_that_no_pattern_gives_is_refused(lora_folder):
+    edit(lora_folder, rank_pattern={"decoder.*EncDecAttention.v": 1})
+    with pytest.raises(UserError, match=r"EncDecAttention\.v.* has rank 2; r and .* say 1"):
         sources.open_any(lora_folder)
 
 
