@@ -53,7 +53,7 @@ from t0repro.errors import UserError
 from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape, recognize
 from t0repro.progress import byte_progress
-from t0repro.words import counted, without_passwords
+from t0repro.words import counted, some, without_passwords
 
 _BYTES_AHEAD = 1 << 30
 VOCAB_DIVISOR = 128  # Mesh TensorFlow and T5X pad vocabularies to a multiple of it
@@ -294,7 +294,9 @@ def _left_behind(reader: CheckpointReader) -> list[str]:
         for file in jax_tree.dataset_state(reader.ref.path)[:1]
     ]
     if reader.other_state:
-        notes.append("The state of its optimizer, neither Adafactor nor Adam, is left out.")
+        notes.append(
+            f"State that neither Adafactor nor Adam has is left out: {some(reader.other_state)}."
+        )
     return notes
 
 

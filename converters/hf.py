@@ -29,6 +29,7 @@ from t0repro.parameters import naming
 from t0repro.parameters.shape import recognize, unknown_variable
 from t0repro.progress import say
 from t0repro.storage.names import is_inside
+from t0repro.words import json_fault
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
@@ -292,11 +293,15 @@ def read_config(path: str) -> Mapping[str, Any]:
         config = _json(file)
     except OSError:
         raise UserError(
-            f"The directory has weights but no {CONFIG}.", where=path, fix="Copy all of its files."
+            f"The directory has weights but no {CONFIG}.",
+            where=path,
+            fix="Copy all of its files. If a program saved the weights alone, as accelerate does,"
+            f" copy the {CONFIG} of the model that it began with.",
         ) from None
-    except (ValueError, TypeError):
+    except (ValueError, TypeError) as error:
+        fault = f": {json_fault(error)}" if isinstance(error, ValueError) else ""
         raise UserError(
-            f"{CONFIG} is not a JSON object.", where=file, fix="Copy the file again."
+            f"{CONFIG} is not a JSON object{fault}.", where=file, fix="Copy the file again."
         ) from None
     hf_config.check_field_types(config, file)
     return config
@@ -355,9 +360,10 @@ def _weights(path: str, scaled: bool) -> dict[str, tuple[_File, str]]:
 def _unwrap(files: Mapping[str, _File]) -> dict[str, tuple[_File, str]]:
     """The tensors of all files by their names in a model that nothing wraps."""
     places: dict[str, tuple[_File, str]] = {}
+    field = _field_of([_WRAPPERS.sub("", name) for file in files.values() for name in file.tensors])
     for path, file in files.items():
         for stored in file.tensors:
-            name = _WRAPPERS.sub("", stored)
+            name = _WRAPPERS.sub("", stored).removeprefix(field)
             if name in places:
                 raise UserError(
                     f"There are two tensors {name}: {stored} and {places[name][1]}.",
@@ -366,6 +372,13 @@ def _unwrap(files: Mapping[str, _File]) -> dict[str, tuple[_File, str]]:
                 )
             places[name] = file, stored
     return places
+
+
+def _field_of(names: Collection[str]) -> str:
+    """What all names begin with if a field of another module held the model: "net."; or ""."""
+    known = "encoder.block.0.layer.0.SelfAttention.q.weight"
+    fields = (name.removesuffix(known) for name in names if name.endswith(known))
+    return next((field for field in fields if all(n.startswith(field) for n in names)), "")
 
 
 def _check_index(

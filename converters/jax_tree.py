@@ -35,6 +35,8 @@ STATE = "state"
 ITEMS = (STATE, "default")
 _DUMMY_SHAPE = (1,)
 _STATE = "state/"
+# Variables that are not trained, such as running means of what a model reports. No T5 has any.
+_MUTABLES = "flax_mutables/"
 
 
 class _Shaped(Protocol):
@@ -57,7 +59,9 @@ class JaxReader:
 
     Attributes:
       stored: The arrays under the checkpoint's own names.
-      other_state: Names of the state of an optimizer that is neither Adafactor nor Adam.
+      other_state: Names of the state of an optimizer that is neither Adafactor nor Adam, and of
+        variables that are not trained.
+      lost_state: See `MsgpackArrays`.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class JaxReader:
         msgpack = storage.is_file(storage.join(path, t5x_msgpack.FILE))
         stored = t5x_msgpack.MsgpackArrays(path) if msgpack else OrbaxArrays(path)
         self.stored: Arrays = stored
+        self.lost_state = stored.lost_state if isinstance(stored, t5x_msgpack.MsgpackArrays) else []
         self.has_integrity = stored.has_integrity
         self.unchecked = stored.list_unchecked()  # see OrbaxArrays
         if manifest is not None:
@@ -129,7 +134,7 @@ def _is_other_state(key: str) -> bool:
     try:
         naming.split_key(key)
     except ValueError:
-        return key.startswith(_STATE) and key != naming.STEP
+        return key.startswith((_STATE, _MUTABLES)) and key != naming.STEP
     return False
 
 

@@ -232,10 +232,24 @@ class OrbaxArrays:
             raise damage_error(directory, f"it holds {values.dtype} of shape {list(values.shape)}")
         return values
 
+    def _check_described(self, described: Collection[str]) -> None:
+        """Raises UserError if an array has chunks, but no description."""
+        for file in self._sizes:
+            array, _, chunk = file.partition("/")
+            if array not in described and _IS_CHUNK.fullmatch(chunk):
+                raise UserError(
+                    f"The chunks of {array} are there, but not the file that describes them,"
+                    f" {_DESCRIPTIONS[0]}.",
+                    where=self._inside(array),
+                    fix="Copy the files whose names begin with a dot too: `cp -r DIR`, not `cp"
+                    " DIR/*`.",
+                )
+
     def _list(self) -> Iterator[tuple[str, _Description]]:
         """Name with dots and description of each array."""
         if self._base is None:
             files = [file for file in self._sizes if file.partition("/")[2] in _DESCRIPTIONS]
+            self._check_described({file.partition("/")[0] for file in files})
             contents = storage.call_at_once(
                 lambda file: read_checked(self._path, file, self.integrity), files
             )

@@ -24,6 +24,7 @@ from t0repro.converters.adapter_files import (
     note_of,
     open_adapter,
 )
+from t0repro.converters.peft_config import PEFT_CONFIG
 from t0repro.converters.tensors import (
     CheckpointReader,
     CheckpointRef,
@@ -261,15 +262,40 @@ _UNPICKLE = (
 # Names of files and folders -> what they are, and how to get a checkpoint that is read.
 _OTHER_LAYOUTS = (
     (
-        r"model-\d{5}-of-\d{5}\.safetensors",
+        r".+\.(incomplete|crdownload|part|partial|download|aria2)",
+        "is of a download that did not finish",
+        "Download it again.",
+    ),
+    (
+        r".+\.(tar|tgz|tar\.\w+|zip)",
+        "is an archive",
+        "Unpack it, and give the folder that was in it.",
+    ),
+    (
+        r".+-\d{5}-of-\d{5}(\.\w+)?\.safetensors",
         f"is one of a model's files, but {hf.INDEX}, which lists them, is missing",
-        f"Copy {hf.INDEX} there too.",
+        f"Copy {hf.INDEX} there too. If there is a variant's list, as of fp16, give it that name.",
+    ),
+    (
+        rf"{hf.WEIGHTS}|{hf.INDEX}",
+        "is a link to a file that is not there",
+        "Download the model again, or copy the file in the link's place.",
     ),
     (
         r"zero_to_fp32\.py|global_step\d+",
         "is DeepSpeed's, whose shards are not read",
         "In the directory, run python zero_to_fp32.py . OUT --safe_serialization, and copy"
         f" {hf.CONFIG} to OUT.",
+    ),
+    (
+        r"latest_checkpointed_iteration\.txt",
+        "is Megatron's, whose checkpoints are not read",
+        "Convert the model with Megatron's or NeMo's own tools to transformers' format.",
+    ),
+    (
+        r"saved_model\.pb",
+        "is TensorFlow's SavedModel, which is not read",
+        "Give the checkpoint that it was exported from (model.ckpt-<step>).",
     ),
     (
         r".+\.distcp|pytorch_model_fsdp_\d+",
@@ -285,9 +311,18 @@ _OTHER_LAYOUTS = (
     (
         r"(?!adapter_model|optimizer_slots).+\.safetensors",
         f"is not named {hf.WEIGHTS}, as transformers names a model's weights",
-        "Rename it if it is the whole model.",
+        f"Rename it if it is the whole model; {hf.CONFIG} belongs beside it.",
     ),
 )
+
+
+# Weights of other programs: Keras, llama.cpp, ONNX (mostly in a folder), Rust, PyTorch, NeMo,
+# CTranslate2 and OpenVINO; but not what transformers' Trainer saves beside them.
+_NOT_READ = (
+    r"(?!optimizer|scheduler|scaler|rng_state).+\.(h5|gguf|onnx|ot|pt|pth|ckpt|nemo)"
+    r"|onnx|model\.bin|openvino_.+\.(bin|xml)"
+)
+_PICKLED_INDEX = "pytorch_model.bin.index.json"
 
 
 def _refuse_formats(directory: str, names: list[str]) -> None:
@@ -306,14 +341,21 @@ def _refuse_formats(directory: str, names: list[str]) -> None:
             fix = (
                 f"With the extra hf, and the directory on a disk, run python -c {shlex.quote(code)}"
             )
-        elif not name.endswith((".h5", ".gguf", ".onnx", ".ot", ".pt", ".pth", ".ckpt")):
+        elif not re.fullmatch(_NOT_READ, name):
             continue
         raise UserError(what, where=storage.join(directory, name), fix=fix)
+    if name := next((each for each in (hf.CONFIG, _PICKLED_INDEX) if each in names), None):
+        raise UserError(
+            f"There is {name}, but no weights.",
+            where=directory,
+            fix=f"Copy {hf.WEIGHTS} there too, or all of the files that {hf.INDEX} lists.",
+        )
 
 
 def _not_found(what: str, path: str) -> CheckpointNotFound:
     # In a folder, as in runs/t5-small, it is not a released checkpoint's name that is missing.
-    names = [path] if "/" in path else released.names_like(path)
+    name = path.removeprefix("https://huggingface.co/").strip("/")
+    names = [name] if "/" in path else released.names_like(path)
     if name := next((each for each in names if each in released.catalog()), None):
         return CheckpointNotFound(
             f"{name} is the name of a released checkpoint, which is not on this machine.",
@@ -354,6 +396,13 @@ def open_checkpoint(ref: CheckpointRef) -> CheckpointReader:
     if ref.format == "mtf":
         return mtf.MtfReader(ref.path, manifest)
     if ref.format == "hf":
+        if adapter_files.peft_ref(ref.path):
+            raise UserError(
+                "The folder has a whole model and an adapter. transformers reads the model alone,"
+                " or, with PEFT installed, the adapter and its own base.",
+                where=storage.join(ref.path, PEFT_CONFIG),
+                fix="Move the adapter's files to a folder of their own.",
+            )
         return hf.HfReader(ref, norm_names, manifest)
     return jax_tree.JaxReader(ref, norm_names, manifest)
 
@@ -533,18 +582,23 @@ def check_slots_step(reader: CheckpointReader) -> None:
 
 
 def check_optimizer(reader: CheckpointReader) -> None:
-    """Checks that a T5X checkpoint's optimizer is one whose slots are known here.
+    """Checks that a T5X checkpoint has the state of an optimizer known here, and no other.
 
     Raises:
-      UserError: If it is neither Adafactor nor Adam.
+      UserError: If it has another's, or variables that are not trained, or if it was not copied.
     """
-    if isinstance(reader, jax_tree.JaxReader) and reader.other_state:
-        raise UserError(
-            "The optimizer is neither Adafactor nor Adam; its state has"
-            f" {counted(len(reader.other_state), 'other variable')}: {some(reader.other_state)}.",
-            where=reader.ref.path,
-            fix="Convert without slots (--no_slots), and train on from the result.",
-        )
+    if not isinstance(reader, jax_tree.JaxReader):
+        return
+    for names, what in (
+        (reader.other_state, "has state that neither Adafactor nor Adam has"),
+        (reader.lost_state, "names its optimizer's state, which is not there"),
+    ):
+        if names:
+            raise UserError(
+                f"The checkpoint {what}: {counted(len(names), 'variable')}, {some(names)}.",
+                where=reader.ref.path,
+                fix="Convert without slots (--no_slots), and train on from the result.",
+            )
 
 
 def _check_slots(reader: CheckpointReader, shapes: dict[str, tuple[int, ...]]) -> None:

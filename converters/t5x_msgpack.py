@@ -26,6 +26,7 @@ from t0repro.errors import UserError
 
 FILE = "checkpoint"
 _PLACEHOLDER = "PLACEHOLDER://"
+_STATE = "state/param_states/"
 _VERSION = 3
 
 
@@ -37,6 +38,10 @@ class MsgpackArrays:
 
     Raises:
       UserError: if the file is damaged or too old, or names a missing array.
+
+    Attributes:
+      lost_state: names of the optimizer's arrays if none of them is there: people who want the
+        model alone leave out the folders state*, and T5X then still reads the model.
     """
 
     def __init__(self, path: str):
@@ -57,6 +62,13 @@ class MsgpackArrays:
                 self._places[name] = _array_at(leaf.removeprefix(_PLACEHOLDER))
             elif leaf is not None:
                 self._inline[name] = _numbers(leaf, file, name)
+        state = [name for name in self._places if name.startswith(_STATE)]
+        is_lost = not any(self._places[name] in self._arrays.tensors for name in state)
+        self.lost_state = state if is_lost else []
+        if self.lost_state:  # what is in the file itself is of no use alone
+            for names in (self._places, shapes, self._inline):
+                for name in [each for each in names if each.startswith(_STATE)]:
+                    del names[name]
         self._check_places(file, shapes)
         # bfloat16 may be stored as bits in uint16, so this is the translated type.
         self.tensors = {

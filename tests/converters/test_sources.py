@@ -152,6 +152,16 @@ def test_a_folder_of_transformers_models_is_told_where_they_are(tmp_path, below)
     ("name", "words"),
     [
         ("model-00001-of-00002.safetensors", "model.safetensors.index.json, which lists them"),
+        ("model.fp16-00001-of-00002.safetensors", "which lists them(.|\n)*give it that name"),
+        ("model-00001-of-00002.fp16.safetensors", "which lists them(.|\n)*give it that name"),
+        ("model.safetensors.incomplete", "did not finish(.|\n)*Download it again"),
+        ("t5.tar.gz", "an archive(.|\n)*Unpack it"),
+        ("pytorch_model.bin.index.json", "index.json, but no weights"),
+        ("latest_checkpointed_iteration.txt", "Megatron"),
+        ("saved_model.pb", "SavedModel(.|\n)*exported from"),
+        ("model.bin", "not read"),
+        ("onnx", "not read"),
+        ("config.json", "config.json, but no weights(.|\n)*Copy model.safetensors"),
         ("model.fp16.safetensors", "is not named model.safetensors(.|\n)*Rename it"),
         ("global_step100", "DeepSpeed(.|\n)*zero_to_fp32.py"),
         ("__0_0.distcp", "FSDP(.|\n)*accelerate merge-weights"),
@@ -163,6 +173,18 @@ def test_other_layouts_are_named_with_the_way_out(tmp_path, name, words):
     (tmp_path / "optimizer.pt").touch()
     with pytest.raises(UserError, match=words):
         find_checkpoint(tmp_path)
+
+
+def test_a_link_to_weights_that_are_gone_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").symlink_to("../../blobs/gone")
+    with pytest.raises(UserError, match="is a link to a file that is not there"):
+        find_checkpoint(tmp_path)
+
+
+def test_the_hub_s_page_of_a_released_checkpoint_is_told_how_to_get_it():
+    with pytest.raises(UserError, match="checkpoint fetch google/flan-t5-small --to DIR"):
+        find_checkpoint("https://huggingface.co/google/flan-t5-small")
 
 
 def test_the_folders_of_orbax_s_checkpoint_manager_are_read(mixed, tmp_path):

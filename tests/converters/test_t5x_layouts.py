@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -85,9 +86,14 @@ def test_t5x_s_place_in_its_data_is_named_and_left_out(tiny_checkpoint, tmp_path
 
 
 @pytest.mark.parametrize(
-    "prefix", ["state/param_states/inner_states/all/0/trace/", "state/states/1/param_states/"]
+    "prefix",
+    [
+        "state/param_states/inner_states/all/0/trace/",
+        "state/states/1/param_states/",
+        "flax_mutables/running_means/",
+    ],
 )
-def test_of_a_checkpoint_with_another_optimizer_the_parameters_are_read(
+def test_of_a_checkpoint_with_other_state_the_parameters_are_read(
     tiny_checkpoint, tmp_path, prefix
 ):
     tree = load_any(tiny_checkpoint, slots=False)
@@ -98,10 +104,33 @@ def test_of_a_checkpoint_with_another_optimizer_the_parameters_are_read(
             read(tmp_path / "t5x")
         assert "--no_slots" in str(caught.value.fix)
     report = convert(tmp_path / "t5x", tmp_path / "out", "mtf", slots=False)
-    assert any("optimizer" in note for note in report.notes)
+    assert any(prefix in note for note in report.notes)
     found = load_any(tmp_path / "out")
     for key in tree:
         np.testing.assert_array_equal(found[key], tree[key])
+    open_checkpoint(str(tmp_path / "t5x"), None, "float32")  # to evaluate
+
+
+def test_of_a_download_without_the_optimizer_s_state_the_parameters_are_read(
+    tiny_checkpoint, tmp_path
+):
+    directory = tmp_path / "t5x" / "checkpoint_7"
+    write_by_older_t5x(directory, load_any(tiny_checkpoint))
+    lost, *others = directory.glob("state.*")
+    for folder in others:
+        shutil.rmtree(folder)
+    with pytest.raises(UserError, match="missing"):  # it is damaged
+        load_any(tmp_path / "t5x", slots=False)
+    shutil.rmtree(lost)
+    for read in (load_any, verify, lambda path: convert(path, tmp_path / "out", "mtf")):
+        with pytest.raises(UserError, match="names its optimizer's state") as caught:
+            read(tmp_path / "t5x")
+        assert "--no_slots" in str(caught.value.fix)
+    report = convert(tmp_path / "t5x", tmp_path / "out", "mtf", slots=False)
+    assert report.slots == "none"
+    tree = load_any(tiny_checkpoint, slots=False)
+    assert_same_bits(tree, load_any(tmp_path / "out"))
+    assert_same_bits(tree, load_any(tmp_path / "t5x", slots=False))
     open_checkpoint(str(tmp_path / "t5x"), None, "float32")  # to evaluate
 
 
@@ -122,6 +151,19 @@ def test_orbax_s_msgpack_of_2023_with_placeholders_is_read(tiny_checkpoint, tmp_
 
 
 # --- Lost chunks ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["target.decoder.logits_dense.kernel", "*"])
+def test_a_copy_without_the_files_that_begin_with_a_dot_is_named_so(
+    tiny_checkpoint, tmp_path, name
+):
+    directory = tmp_path / "t5x" / "checkpoint_7"
+    write_by_older_t5x(directory, load_any(tiny_checkpoint))
+    for file in directory.glob(f"{name}/.zarray"):
+        file.unlink()
+    with pytest.raises(UserError, match=r"not the file that describes them, \.zarray") as caught:
+        load_any(tmp_path / "t5x")
+    assert "cp -r" in str(caught.value.fix)
 
 
 @pytest.mark.parametrize("layout", ["legacy", "orbax"])

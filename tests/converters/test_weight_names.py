@@ -74,6 +74,10 @@ WRITTEN_BY_OTHERS = {
     "PEFT, merged": prefixed("base_model.model."),
     "FSDP": prefixed("_fsdp_wrapped_module."),
     "Flax's variables": prefixed("params."),
+    "Lightning with DeepSpeed": prefixed("_forward_module.model."),
+    "ComfyUI": prefixed("text_encoders.t5xxl.transformer."),
+    "a field of any name": prefixed("net."),
+    "a field named as a tower": prefixed("encoder."),
 }
 
 
@@ -153,9 +157,24 @@ def test_two_tensors_of_one_name_are_refused(directory):
         load_any(directory)
 
 
-def test_an_unknown_prefix_is_the_cause_that_is_named(directory):
+def test_what_is_outside_of_the_field_that_held_the_model_is_named(directory):
     change(directory, prefixed("net."))
+    change(directory, lambda tensors: tensors | {"v_head.weight": tensors[f"net.{NORM}"]})
     with pytest.raises(UserError, match="unknown variables: 'net"):
+        load_any(directory)
+
+
+def test_a_model_with_an_adapter_in_its_folder_is_refused(directory):
+    (directory / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(UserError, match="a whole model and an adapter") as caught:
+        load_any(directory)
+    assert caught.value.where == str(directory / "adapter_config.json")
+
+
+def test_a_fault_in_config_json_is_named_by_its_line(directory):
+    config = (directory / "config.json").read_text()
+    (directory / "config.json").write_text(config.rstrip().removesuffix("}").rstrip() + ",\n}")
+    with pytest.raises(UserError, match=r"config.json is not a JSON object: .*\(line \d+, column"):
         load_any(directory)
 
 
