@@ -9,6 +9,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import t0repro
+from t0repro import compat
 from t0repro.reports.report_files import write_report
 from t0repro.reports.score_tables import write_tables
 from t0repro.tasks.demo.datasets import VOCABULARY
@@ -64,6 +65,27 @@ def test_every_block_of_the_python_page_runs(tmp_path, monkeypatch, capsys):
     assert namespace["vectors"].shape == (2, 32)
 
 
+def test_from_t0_s_task_of_a_tsv_file_has_the_tokens_of_t5_s_function(tmp_path, monkeypatch):
+    compat.install()
+    import seqio
+    from t5.models.mesh_transformer import tsv_dataset_fn
+
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(VOCABULARY, "sentencepiece.model")
+    (tmp_path / "train.tsv").write_text('"It rained," she said. "So\twet "\n')
+    try:
+        vocabulary = run_blocks(ROOT / "docs" / "from_t0.md")["vocabulary"]
+        for length in (64, 4):
+            lengths = {"inputs": length, "targets": 4}
+            task = seqio.get_mixture_or_task("my_tsv")
+            (ours,) = task.get_dataset(lengths, "train", shuffle=False).as_numpy_iterator()
+            (peer,) = tsv_dataset_fn("train.tsv", lengths, "train", vocabulary).as_numpy_iterator()
+            for name in lengths:
+                np.testing.assert_array_equal(np.trim_zeros(peer[name], "b"), ours[name])
+    finally:
+        seqio.TaskRegistry.remove("my_tsv")
+
+
 def run_blocks(page):
     """Runs a page's blocks of Python in one module; returns its names."""
     namespace = {"__name__": "the_page"}
@@ -77,7 +99,13 @@ def test_every_page_with_python_is_run():
     """Those of this module; tests/training/test_trainer_docs.py runs the trainer's page."""
     with_python = {page.name for page in pages()
                    if "python" in dict(fenced_blocks(page.read_text()))}  # fmt: skip
-    assert with_python == {"README.md", "howto_encode.md", "python.md", "trainer.md"}
+    assert with_python == {
+        "README.md",
+        "from_t0.md",
+        "howto_encode.md",
+        "python.md",
+        "trainer.md",
+    }
 
 
 def test_importing_t0repro_imports_nothing_heavy():

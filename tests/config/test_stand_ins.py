@@ -71,6 +71,9 @@ NOT_ON_JAX = {
     ),
     "no task": ((), ("MIXTURE_NAME = 'nobodys'",), "MIXTURE_NAME = 'nobodys'"),
     "no shape": ((), ("run.mesh_shape = 'batch'",), "run.mesh_shape is 'batch'"),
+    "a TSV file": (
+        (), ("run.train_dataset_fn = @tsv_dataset_fn",), "(docs/from_t0.md, A TSV file)",
+    ),
     "type of TensorFlow's": (
         (), ("get_variable_dtype.activation_dtype = 'int7'",), "TensorFlow has no such type",
     ),

@@ -248,7 +248,10 @@ def _dataset_scope(arguments: Arguments, caller: str, argument: str, expected: s
     reference = arguments.reference(caller, argument)
     if reference is None or reference.name != expected:
         shown = reference.name if reference else arguments.read(caller)[argument]
-        arguments.refuse(f"the dataset function {shown}", argument, caller)
+        fix = f"Register its examples as a task of SeqIO's, and bind {argument} = @{expected}"
+        if shown == "tsv_dataset_fn":
+            fix = f"Make the TSV file a task (docs/from_t0.md, A TSV file), and bind @{expected}"
+        arguments.refuse(f"the dataset function {shown}", argument, caller, fix=fix)
     if "mixture_or_task_name" not in arguments.read(expected, reference.scope):
         raise UserError(
             f"{expected}.mixture_or_task_name is not bound.",
