@@ -49,13 +49,15 @@ def blockwise_attention(
 
 
 def _logits(query: Array, key: Array, position_bias: Array | None, mask_arrays: Any) -> Array:
-    """The logits of a block of queries; the position bias is a matrix here."""
+    """The logits of a block of queries, rounded; the position bias is a matrix here."""
     (query_segments, query_order), (key_segments, key_order) = mask_arrays
     mask = AttentionMask(query_segments, key_segments, query_order, key_order)
     bias = mask_bias(mask.matrix())
     if position_bias is not None:
         bias = position_bias[None] + bias
-    return einsum("bhqd,bhkd->bhqk", query, key) + bias.astype(query.dtype)
+    logits = einsum("bhqd,bhkd->bhqk", query, key) + bias.astype(query.dtype)
+    # Their softmax is computed in float32: a rounded log_z would scale all weights of a query.
+    return logits.astype(jnp.float32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -91,6 +93,7 @@ def _backward(blocks: int, residuals: Any, d_y: Array) -> tuple[Any, ...]:
         # If a query sees nothing, its weights are all 1 (see the module's text), so divide by
         # their total; for other queries the total is 1.
         d_logits = products - weights * (jnp.sum(products, axis=-1, keepdims=True) / total)
+        d_logits = d_logits.astype(query.dtype)
         d_key, d_value, d_bias = sums
         d_key += einsum("bhqk,bhqd->bhkd", d_logits, inputs[0])
         d_value += einsum("bhqk,bhqd->bhkd", weights.astype(dy.dtype), dy)
@@ -99,7 +102,7 @@ def _backward(blocks: int, residuals: Any, d_y: Array) -> tuple[Any, ...]:
             # A matmul with ones: XLA on CPU takes thirty times as long for a sum over the first
             # axis.
             ones = jnp.ones(d_logits.shape[0], d_logits.dtype)
-            matrix = jnp.einsum("b,bhqk->hqk", ones, d_logits).astype(jnp.float32)
+            matrix = jnp.einsum("b,bhqk->hqk", ones, d_logits, preferred_element_type=jnp.float32)
             rows = matrix.shape[1]
             _, add_up = jax.vjp(lambda x: _matrix(x, index, blocks, rows), d_bias)
             d_bias += add_up(matrix)[0]

@@ -29,7 +29,9 @@ def full_matrix(
         if position_bias.ndim == 3:
             bias = position_bias[:, :, None] + bias
         else:
-            bias = expand_offsets(position_bias, query.shape[2])[None] + bias
+            # In float32, as their gradients add up over all queries.
+            by_offset = position_bias.astype(jnp.float32)
+            bias = expand_offsets(by_offset, query.shape[2])[None] + bias
     logits = einsum("bhqd,bhkd->bhqk", query, key, dtype)
     logits = logits + bias.astype(logits.dtype)
     weights = apply_dropout(attention_weights(logits).astype(value.dtype))
@@ -39,7 +41,13 @@ def full_matrix(
 def attention_weights(
     logits: Float[Array, "batch heads query key"],
 ) -> Float[Array, "batch heads query key"]:
-    """Softmax over the last axis, as exp(logits - log_z), which is Mesh TensorFlow's form."""
+    """Softmax over the last axis, as exp(logits - log_z), which is Mesh TensorFlow's form.
+
+    Logits of another dtype than float32 are T5X's, and so is the form: in bfloat16 log_z may be off
+    by several percent, and with it every weight of a query.
+    """
+    if logits.dtype != jnp.float32:
+        return jax.nn.softmax(logits)
     return jnp.exp(logits - log_normalizer(logits))
 
 

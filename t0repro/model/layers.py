@@ -63,7 +63,7 @@ class Dense(nn.Module):
         """Returns x @ kernel, changed by the adapter if there is one."""
         kernel = parameter(self, "kernel", self.kernel_init, (x.shape[-1], self.features))
         if (scale := self._adapter_param(IA3_INPUT)) is not None:
-            x = x * scale.astype(x.dtype)
+            x = scale_channels(x, scale)
         # Flatten to two axes: XLA on CPU then takes half as long for the gradient.
         rows = x.reshape(-1, x.shape[-1]).astype(self.dtype)
         output_dtype = self.output_dtype or self.dtype
@@ -80,7 +80,7 @@ class Dense(nn.Module):
             low = einsum("ri,il->rl", read, first.astype(self.dtype))
             y = y + einsum("rl,lo->ro", low, second.astype(self.dtype), output_dtype)
         if (scale := self._adapter_param(IA3_OUTPUT)) is not None:
-            y = y * scale.astype(y.dtype)
+            y = scale_channels(y, scale)
         y = y.reshape(*x.shape[:-1], self.features)
         return constrain(y, "batch", *[None] * (y.ndim - 2), self.axes[1])
 
@@ -108,8 +108,18 @@ class RMSNorm(nn.Module):
         variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
         normalized = x * jax.lax.rsqrt(variance + self.config.rms_norm_epsilon)
         if self.config.arithmetic.cast_before_norm_scale:
-            return normalized.astype(self.dtype) * scale.astype(self.dtype)
+            return scale_channels(normalized.astype(self.dtype), scale)
         return (normalized * scale).astype(self.dtype)
+
+
+def scale_channels(
+    x: Float[Array, "*batch channels"], scale: Float[Array | np.ndarray, " channels"]
+) -> Float[Array, "*batch channels"]:
+    """Multiplies each channel of x by a number, in x's dtype."""
+    # The product of two bfloat16 numbers, in float32 and then rounded, is that of bfloat16. But the
+    # gradient of the scale adds up over all positions, and a bfloat16 sum would stop growing.
+    factor = scale.astype(x.dtype).astype(jnp.float32)
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 class Embedding(nn.Module):

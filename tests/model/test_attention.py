@@ -174,6 +174,15 @@ def test_bfloat16_keeps_its_types_and_differs_by_its_rounding():
     jax.tree.map(compare, ours, theirs)
 
 
+@pytest.mark.parametrize("way", [full_matrix, functools.partial(in_blocks, 4)], ids=["full", "4"])
+def test_weights_of_bfloat16_logits_sum_to_one_up_to_their_rounding(way):
+    """Also where logits are large, as T5's are: their log_z in bfloat16 was off by up to 14%."""
+    query, key, value, bias, visibility = arrays(1, 2, 2, 64, 64)
+    query, key, bias = (jnp.asarray(x, jnp.bfloat16) for x in (8 * query, key, bias + 20))
+    sums = way(query, key, jnp.ones(value.shape, jnp.bfloat16), bias, visibility)
+    np.testing.assert_allclose(np.asarray(sums, np.float32), 1, atol=2**-7)
+
+
 def gradients_of(changes):
     """A compiled loss with its gradients, with dropout, and the parameters to call it with."""
     config = dataclasses.replace(tiny.MODEL, dropout_rate=0.2, **changes)

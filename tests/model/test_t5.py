@@ -11,14 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from t0repro.adapters import ia3, join_adapter, lora
+from t0repro.config.model import Arithmetic
 from t0repro.model.t5 import (
     T5,
+    adapter_shapes,
     evaluation_shapes,
     initial_parameters,
     segments_of,
     shift_right,
 )
 from t0repro.model.towers import Block, Tower
+from t0repro.training.token_losses import training_loss
 
 from ..helpers.tiny_models import BFLOAT16, FLOAT32, T5_1_0, T5_1_1, UMT5, model_config
 
@@ -257,6 +261,31 @@ def test_gradients_under_bfloat16_activations_are_float32s_up_to_bfloat16s_preci
         apart = jnp.linalg.norm(gradient - expected[name]) / jnp.linalg.norm(expected[name])
         # bfloat16 has 8 bits.
         assert apart < 8 * 2**-8, (name, float(apart))
+
+
+IN_T5X = model_config(arithmetic=Arithmetic(True, *[True] * 8))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [T5_1_1, UMT5, IN_T5X, T5_1_1.with_adapter(ia3()), T5_1_1.with_adapter(lora())],
+    ids=["Mesh TensorFlow's", "umT5's", "T5X's", "(IA)3's", "LoRA's"],
+)
+def test_no_gradient_under_bfloat16_activations_is_a_bfloat16_sum(config):
+    """A sum over the positions of a large batch stopped growing: a quarter was left on CPUs."""
+    model = T5(dataclasses.replace(config, dropout_rate=0.1), BFLOAT16)
+    trained = jax.eval_shape(lambda: initial_parameters(model, jax.random.key(0)))
+    if config.adapter is not None:
+        trained = join_adapter(trained, adapter_shapes(model))
+    batch = batch_of(*[np.ones((8, 200), np.int32)] * 2)
+
+    def loss(params):
+        key = jax.random.key(1)
+        return training_loss(model, params, batch, denominator=1.0, dropout_key=key)
+
+    steps = str(jax.make_jaxpr(jax.grad(loss))(trained))
+    sums = re.findall(r":(\w+)\[\S+ = (?:reduce_sum|scatter-add)\[", steps)
+    assert "f32" in sums and "bf16" not in sums
 
 
 def test_encode_and_decode_together_are_the_call(params):
