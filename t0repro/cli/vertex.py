@@ -23,6 +23,7 @@ from t0repro.cloud.vertex.command_line import (
     Arguments,
     check_not_export,
     override,
+    read_arguments,
 )
 from t0repro.cloud.vertex.comparison import read_runs, table
 from t0repro.cloud.vertex.custom_jobs import JobStatus, cancel_job, logs_of_job, read_job
@@ -30,9 +31,10 @@ from t0repro.cloud.vertex.experiments import Tracking
 from t0repro.cloud.vertex.google import Place, check_login
 from t0repro.cloud.vertex.job_config import JobConfig
 from t0repro.cloud.vertex.outcome import follow, read_record
-from t0repro.cloud.vertex.spec import Machines
-from t0repro.cloud.vertex.submission import Request, prepare, submit_and_track
+from t0repro.cloud.vertex.spec import JobSpec, Machines
+from t0repro.cloud.vertex.submission import prepare, submit_and_track
 from t0repro.cloud.vertex.submission import submit as submit_job
+from t0repro.config.settings import shared_values
 from t0repro.errors import UserError
 from t0repro.storage.access import addresses_of_another_machine
 from t0repro.terminal import print_table, terminal
@@ -88,19 +90,13 @@ class JobOptions:
     network: Annotated[str | None, typer.Option(help="A network to peer with.")] = None
     labels: Annotated[list[str] | None, typer.Option(help="KEY=VALUE; repeatable.")] = None
 
-    def request(self, display_name: str, image_uri: str, words: tuple[str, ...]) -> Request:
-        """The job that runs these arguments in the image."""
-        return Request(
-            display_name=display_name,
-            image_uri=image_uri,
-            machines=Machines(
-                self.machine_type,
-                self.accelerator_type,
-                self.accelerator_count,
-                self.replica_count,
-                self.tpu_topology,
-            ),
-            words=words,
+    def specification(self, name: str, image_uri: str, words: tuple[str, ...]) -> JobSpec:
+        """The job that runs these words in the image, before its files are staged."""
+        return JobSpec(
+            name,
+            image_uri,
+            Machines(**shared_values(self, Machines)),
+            words,
             labels=_labels(self.labels or []),
             service_account=self.service_account,
             network=self.network,
@@ -273,20 +269,27 @@ def submit(
 
     place = Place(project, location, staging_bucket)
     name = display_name or f"{job_name_prefix}_{datetime.datetime.now():%Y%m%d%H%M%S}"
-    request = job.request(name, image_uri, run.words(command or []))
+    asked = job.specification(name, image_uri, run.words(command or []))
     tracking = tracked.tracking()
+    arguments = read_arguments(asked.arguments)
     if how.fit:
-        check_fit(request.arguments, request.machines, dry_run=how.dry_run)
+        check_fit(arguments, asked.machines, dry_run=how.dry_run)
     if not how.dry_run:
         # Before the checks, which read files and may compile for minutes.
         check_login()
-    _check_options(context, request.arguments)
+    _check_options(context, arguments)
     # A dry run should be quick. A real job costs more than these minutes.
-    config = _check(request, place, compiles=how.fit or not how.dry_run)
+    compiles = how.fit or not how.dry_run
+    config, lines = check_job(arguments, asked.machines, location, compiles=compiles)
+    for line in lines:
+        echo(line, err=True)
     if how.dry_run:
-        _print_specification(request, config, place)
+        spec = prepare(asked, config, place).spec
+        # Nothing else goes to standard output, so that this can be redirected to a file.
+        typer.echo(spec.to_yaml(), nl=False)
+        echo(f"The same container with Docker: {spec.shell_command()}", err=True)
     else:
-        _submit(request, config, place, tracking, how)
+        _submit(asked, config, place, tracking, how)
 
 
 def _check_options(context: typer.Context, arguments: Arguments) -> None:
@@ -322,7 +325,7 @@ def _labels(pairs: list[str]) -> dict[str, str]:
 
 
 def _submit(
-    request: Request,
+    asked: JobSpec,
     config: JobConfig,
     place: Place,
     tracking: Tracking | None,
@@ -330,32 +333,15 @@ def _submit(
 ) -> None:
     record = None
     if tracking is None:
-        name = submit_job(request, config, place)
+        name = submit_job(asked, config, place)
     else:
-        name, record = submit_and_track(request, config, tracking, place)
+        name, record = submit_and_track(asked, config, tracking, place)
     # Before the wait, so that a user who loses the connection has the job's name.
     typer.echo(f"submitted {name}")
     echo(f"to follow it: {_command('status', name)} --wait", err=True)
     if how.wait:
         job, metrics = follow(name, record, place, poll_seconds=how.poll_seconds)
         _print_end(job, metrics)
-
-
-def _print_specification(request: Request, config: JobConfig, place: Place) -> None:
-    spec = prepare(request, config, place).spec
-    # Nothing else goes to standard output, so that this can be redirected to a file.
-    typer.echo(spec.to_yaml(), nl=False)
-    echo(f"The same container with Docker: {spec.shell_command()}", err=True)
-
-
-def _check(request: Request, place: Place, *, compiles: bool) -> JobConfig:
-    """The job's parsed gin files, after checks whose results are printed."""
-    config, lines = check_job(
-        request.arguments, request.machines, place.location, compiles=compiles
-    )
-    for line in lines:
-        echo(line, err=True)
-    return config
 
 
 @app.command()

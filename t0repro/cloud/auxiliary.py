@@ -19,6 +19,7 @@ from t0repro import storage
 from t0repro.cloud.auxiliary_options import AuxiliaryOptions
 from t0repro.cloud.launchers.machines import Machine, find_machine
 from t0repro.cloud.launchers.table import JOB_LAUNCHERS, import_launcher
+from t0repro.config.settings import shared_values
 from t0repro.config.t5x.gin_files import T5xInputs
 from t0repro.errors import UserError
 from t0repro.jobs.commands import JobSettings, add_skip_missing, check, check_by_dry_run
@@ -38,15 +39,12 @@ def _job_settings(options: AuxiliaryOptions, gin: T5xInputs) -> JobSettings:
         for the jobs.
     """
     return JobSettings(
-        mixtures=options.mixtures,
+        **shared_values(options, JobSettings),
+        **shared_values(gin, JobSettings),
         gin_file=options.auxiliary_job_gin_file,
         train_gin_files=gin.gin_files,
-        replace_gin_file=options.replace_gin_file,
-        gin_bindings=gin.gin_bindings,
-        gin_search_paths=gin.gin_search_paths,
         final_steps=options.final_auxiliary_job_steps,
         build_target=options.auxiliary_job_build_target_path,
-        import_allowlist=gin.import_allowlist,
     )
 
 

@@ -172,19 +172,22 @@ def _train_rows(config: MeshEvalRun) -> Iterator[Batch]:
         # One row a batch: `_batches` puts rows together itself and pads the last batch.
         alone = dataclasses.replace(to_seqio_config(data, config), batch_size=1, num_shards=1)
         return map(_take_row, make_mesh_batches(alone, data.seed))
+    return _to_numpy(mesh_train_dataset(data, lengths, data.seed))
+
+
+def mesh_train_dataset(data: TrainDataConfig, lengths: Mapping[str, int], seed: int | None) -> Any:
+    """The examples of t5's mesh_train_dataset_fn, as a tf.data.Dataset; not the data's own seed."""
     compat.install()
     from t5.models import mesh_transformer
 
-    return _to_numpy(
-        mesh_transformer.mesh_train_dataset_fn(
-            mixture_or_task_name=data.mixture_or_task_name,
-            sequence_length=dict(lengths),
-            dataset_split=data.split,
-            shuffle=data.shuffle,
-            seed=data.seed,
-            use_cached=data.use_cached,
-            pack=data.pack,
-        )
+    return mesh_transformer.mesh_train_dataset_fn(
+        mixture_or_task_name=data.mixture_or_task_name,
+        sequence_length=dict(lengths),
+        dataset_split=data.split,
+        shuffle=data.shuffle,
+        seed=seed,
+        use_cached=data.use_cached,
+        pack=data.pack,
     )
 
 

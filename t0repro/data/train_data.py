@@ -17,7 +17,7 @@ import numpy as np
 from t0repro import compat
 from t0repro.config.data import Converter, SeqioDataConfig, TrainDataConfig
 from t0repro.config.run import TrainingPlan, TrainRun, to_seqio_config
-from t0repro.data.batches import MODEL_FEATURES
+from t0repro.data.batches import MODEL_FEATURES, mesh_train_dataset
 from t0repro.data.choice_batches import ChoiceBatches
 from t0repro.data.described_batches import make_described_batches, make_mesh_batches
 from t0repro.data.fingerprints import Fingerprint, fingerprint_mixture
@@ -402,8 +402,6 @@ class TrainBatches(ResumableBatches):
         if is_described(data.mixture_or_task_name):
             return make_mesh_batches(to_seqio_config(data, config), seed, shard)
         compat.install()
-        from t5.models import mesh_transformer
-
         assert config.sequence_length is not None
         # tf.data can restore an iterator's state only into a pipeline like the one that saved it,
         # so leave such a pipeline unchanged, and also one without a cache, which was not timed.
@@ -412,15 +410,7 @@ class TrainBatches(ResumableBatches):
             run_light_steps_in_place() if light else contextlib.nullcontext(),
             read_only_shard(data.mixture_or_task_name, shard, data.num_shards),
         ):
-            dataset = mesh_transformer.mesh_train_dataset_fn(
-                mixture_or_task_name=data.mixture_or_task_name,
-                sequence_length=dict(config.sequence_length),
-                dataset_split=data.split,
-                shuffle=data.shuffle,
-                seed=seed,
-                use_cached=data.use_cached,
-                pack=data.pack,
-            )
+            dataset = mesh_train_dataset(data, config.sequence_length, seed)
         rows = config.batch_size // data.num_shards
         batches = dataset.repeat().batch(rows, drop_remainder=True).prefetch(2)
         return disable_autotune(batches) if light else batches

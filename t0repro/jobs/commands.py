@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from typing import Literal
 
+from t0repro.config.settings import shared_values
 from t0repro.config.t5x import gin_files
 from t0repro.config.t5x.gin_files import T5xInputs
 from t0repro.errors import UserError
@@ -217,14 +218,7 @@ def _check_evaluation(settings: JobSettings) -> None:
 
 
 def _check_gin(settings: JobSettings) -> tuple[frozenset[str], list[str]]:
-    assert settings.run_mode
-    files = T5xInputs(
-        settings.run_mode,
-        settings.gin_files,
-        settings.gin_bindings,
-        settings.gin_search_paths,
-        settings.import_allowlist,
-    )
+    files = T5xInputs(**shared_values(settings, T5xInputs))
     macros = gin_files.macros_read(files)
     if CHECKPOINT not in macros:
         used, file = "CHECKPOINT_PATH" in macros, settings.gin_files[-1]

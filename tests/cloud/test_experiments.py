@@ -6,8 +6,7 @@ import pytest
 from t0repro.cloud.vertex import submission
 from t0repro.cloud.vertex.experiments import Tracking, check_tracking
 from t0repro.cloud.vertex.job_config import JobConfig
-from t0repro.cloud.vertex.spec import Machines
-from t0repro.cloud.vertex.submission import Request
+from t0repro.cloud.vertex.spec import JobSpec, Machines
 from t0repro.errors import UserError
 from tests.cloud.services import STORE, TENSORBOARD, Refused
 
@@ -23,9 +22,9 @@ TRAINING = JobConfig(
 
 
 def submitted(cloud, configured=TRAINING, tensorboard=None, run_name="small-1"):
-    request = Request("small", "image", Machines("n1-standard-4"), WORDS)
+    asked = JobSpec("small", "image", Machines("n1-standard-4"), WORDS)
     tracking = Tracking("t5", run_name, tensorboard)
-    return submission.submit_and_track(request, configured, tracking, cloud.place)
+    return submission.submit_and_track(asked, configured, tracking, cloud.place)
 
 
 def lineage(services) -> dict[str, str]:
@@ -134,9 +133,9 @@ def test_a_job_whose_confirmation_is_lost_is_found_and_stays_tracked(cloud, expe
 
 def test_a_bucket_that_is_missing_is_said_and_nothing_made(cloud, experiment):
     place = cloud.place.__class__("p", "us-central1", "gs://nowhere")
-    request = Request("small", "image", Machines("n1-standard-4"), WORDS)
+    asked = JobSpec("small", "image", Machines("n1-standard-4"), WORDS)
     with pytest.raises(UserError, match="does not exist: .*nowhere"):
-        submission.submit_and_track(request, TRAINING, Tracking("t5", "a"), place)
+        submission.submit_and_track(asked, TRAINING, Tracking("t5", "a"), place)
     assert list(cloud.services.contexts) == [EXPERIMENT] and not cloud.services.jobs
 
 

@@ -5,8 +5,7 @@ import pytest
 
 from t0repro.cloud.vertex import submission
 from t0repro.cloud.vertex.job_config import JobConfig
-from t0repro.cloud.vertex.spec import Machines
-from t0repro.cloud.vertex.submission import Request
+from t0repro.cloud.vertex.spec import JobSpec, Machines
 from t0repro.errors import UserError
 from tests.cloud.services import Refused
 
@@ -14,19 +13,19 @@ CPU = Machines("n1-standard-4")
 
 
 @pytest.fixture
-def request_(tmp_path):
+def asked(tmp_path):
     gin_file = tmp_path / "my.gin"
     gin_file.write_text("A = 1\n")
-    return Request(
+    return JobSpec(
         display_name="small run",
         image_uri="image",
         machines=CPU,
-        words=("--run_mode=train", f"--gin_file={gin_file}", "--gin.A=2"),
+        arguments=("--run_mode=train", f"--gin_file={gin_file}", "--gin.A=2"),
     )
 
 
-def test_a_job_is_submitted_with_its_gin_files_staged(cloud, request_):
-    name = submission.submit(request_, JobConfig(), cloud.place)
+def test_a_job_is_submitted_with_its_gin_files_staged(cloud, asked):
+    name = submission.submit(asked, JobConfig(), cloud.place)
     (job,) = cloud.services.jobs.values()
     assert name == job.name
     (file,) = cloud.staged()
@@ -36,10 +35,10 @@ def test_a_job_is_submitted_with_its_gin_files_staged(cloud, request_):
     ]  # fmt: skip
 
 
-def test_a_quota_that_is_used_up_leaves_nothing(cloud, request_):
+def test_a_quota_that_is_used_up_leaves_nothing(cloud, asked):
     cloud.services.faults["CreateCustomJob"] = [
         Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "custom_model_training_tpu_v3 is exceeded")
     ]
     with pytest.raises(UserError, match="quota is used up: .*tpu_v3 is exceeded"):
-        submission.submit(request_, JobConfig(), cloud.place)
+        submission.submit(asked, JobConfig(), cloud.place)
     assert not cloud.staged() and not cloud.services.jobs

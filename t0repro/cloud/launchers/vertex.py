@@ -8,6 +8,7 @@ from t0repro.cloud.launchers.machines import Machine
 from t0repro.cloud.vertex.custom_jobs import cancel_job, find_job
 from t0repro.cloud.vertex.google import Place, cloud_errors, connect
 from t0repro.cloud.vertex.spec import MOUNT, JobSpec, Machines
+from t0repro.config.settings import shared_values
 from t0repro.errors import UserError
 from t0repro.jobs.job import Job, LauncherState
 from t0repro.jobs.launcher import Launcher
@@ -106,17 +107,12 @@ class VertexLauncher(Launcher):
         """The job to submit; writes the job's file."""
         machine, path = self.machine, job.write()
         return JobSpec(
+            **shared_values(machine, JobSpec),
             display_name=job.name,
-            image_uri=machine.image_uri,
-            machines=Machines(
-                machine.machine_type, machine.accelerator_type, machine.accelerator_count
-            ),
+            machines=Machines(**shared_values(machine, Machines)),
             command=("python",),  # in place of the image's entry point
             # The same file as the container sees it.
             arguments=("-m", "t0repro.jobs.worker", path.replace(self.mount, MOUNT, 1)),
-            labels=machine.labels,
-            service_account=machine.service_account,
-            network=machine.network,
         )
 
     def state(self, job: Job) -> LauncherState:

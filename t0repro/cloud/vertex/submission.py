@@ -4,43 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from t0repro.cloud.vertex import experiments, staging
-from t0repro.cloud.vertex.command_line import Arguments, address_of, read_arguments
+from t0repro.cloud.vertex.command_line import address_of, read_arguments
 from t0repro.cloud.vertex.custom_jobs import find_job
 from t0repro.cloud.vertex.experiments import Facts, Record, Tracking
 from t0repro.cloud.vertex.google import Place, cloud_errors, connect, storage_client
 from t0repro.cloud.vertex.job_config import JobConfig
-from t0repro.cloud.vertex.spec import JobSpec, Machines
+from t0repro.cloud.vertex.spec import JobSpec
 from t0repro.cloud.vertex.staging import StagedFiles
 from t0repro.errors import UserError
 
 CONFIGURATION, ARCHITECTURE = "config.gin", "model-info.txt"  # as T5X names them
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """A user's request for a job, with the command line that it would have on this machine.
-
-    Attributes:
-      words: `--run_mode=MODE ...`, or `t5_mesh_transformer ...`.
-      labels, service_account, network: see JobSpec.
-    """
-
-    display_name: str
-    image_uri: str
-    machines: Machines
-    words: tuple[str, ...]
-    labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    service_account: str | None = None
-    network: str | None = None
-
-    @property
-    def arguments(self) -> Arguments:
-        """The command line, read."""
-        return read_arguments(self.words)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,56 +28,48 @@ class PreparedJob:
     staged: StagedFiles
 
 
-def prepare(request: Request, config: JobConfig, place: Place) -> PreparedJob:
+def prepare(asked: JobSpec, config: JobConfig, place: Place) -> PreparedJob:
     """The specification of a job, and the files to stage; sends nothing.
 
     Args:
-      request: the job.
+      asked: the job, whose arguments are the command line that it would have on this machine:
+        `--run_mode=MODE ...`, or `t5_mesh_transformer ...`.
       config: the content of its gin files, from `checks.check_job`.
       place: where to run it.
 
     Raises:
-      UserError: If the gin files cannot be staged, or a label or the command line is wrong.
+      UserError: If the gin files cannot be staged, or the command line is wrong.
     """
-    arguments = request.arguments
+    arguments = read_arguments(asked.arguments)
     if place.staging_bucket is None:
         raise UserError(
             "There is no bucket for the job's files.",
             where="--staging_bucket",
             fix="Give gs://BUCKET, in the job's region.",
         )
-    folder = staging.new_folder(place.staging_bucket, request.display_name)
+    folder = staging.new_folder(place.staging_bucket, asked.display_name)
     staged = staging.stage(arguments, folder)
     if config.text:
         staged.files[CONFIGURATION] = config.text.encode()
     if config.architecture:
         staged.files[ARCHITECTURE] = config.architecture.encode()
-    spec = JobSpec(
-        display_name=request.display_name,
-        image_uri=request.image_uri,
-        machines=request.machines,
-        arguments=staged.arguments,
-        command=arguments.command,
-        labels=request.labels,
-        service_account=request.service_account,
-        network=request.network,
-    )
+    spec = dataclasses.replace(asked, arguments=staged.arguments, command=arguments.command)
     return PreparedJob(spec, staged)
 
 
-def submit(request: Request, config: JobConfig, place: Place) -> str:
+def submit(asked: JobSpec, config: JobConfig, place: Place) -> str:
     """Starts a job that is not tracked and returns its resource name.
 
     Raises:
       UserError: If anything refuses it; then nothing of it remains.
     """
-    prepared = prepare(request, config, place)
+    prepared = prepare(asked, config, place)
     with _staged_files(prepared.staged, storage_client(place.project)):
         return _submit_prepared(prepared, place)
 
 
 def submit_and_track(
-    request: Request, config: JobConfig, tracking: Tracking, place: Place
+    asked: JobSpec, config: JobConfig, tracking: Tracking, place: Place
 ) -> tuple[str, Record]:
     """Starts a job and creates its run in Vertex AI Experiments.
 
@@ -112,7 +81,7 @@ def submit_and_track(
     """
     # First, since it creates nothing: most refusals then leave nothing to delete.
     experiments.check_tracking(tracking, place)
-    prepared, storage = prepare(request, config, place), storage_client(place.project)
+    prepared, storage = prepare(asked, config, place), storage_client(place.project)
     staged = prepared.staged
     with (
         _staged_files(staged, storage),
