@@ -52,7 +52,10 @@ class RunInputs:
     use_cached: Annotated[bool, Only(mtf=RULE)]
     init_checkpoint: str | None
     eval_checkpoint_step: int | tuple[int, ...] | str | None
-    vocabularies: Annotated[Vocabularies, Mtf("vocabulary")]
+    # t5 gives a pair, or one vocabulary for both features.
+    vocabularies: Annotated[
+        Vocabularies, Mtf("vocabulary", read=lambda x: x if isinstance(x, tuple) else (x, x))
+    ]
     vocab_divisor: Annotated[
         int, Range(at_least=1), Mtf("transformer.Unitransformer.vocab_divisor")
     ]

@@ -91,6 +91,13 @@ class EvalDataConfig:
     shuffle_eval_examples: bool
     seed: Annotated[int | None, Range(at_least=0)]
 
+    @property
+    def limit(self) -> int | None:
+        """How many examples of a task to take; None for all."""
+        number = self.num_eval_examples
+        # In t5, -1 takes all; so does None, which no gin file may bind.
+        return None if number is None or number < 0 else number
+
 
 @arguments(t5x="create_task_from_tfexample_file")
 @dataclasses.dataclass(frozen=True)

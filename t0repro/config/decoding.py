@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any, Literal
 
-from t0repro.config.settings import MOST_32, RULE, Mtf, Only, Range, T5x, arguments
+from t0repro.config.settings import MOST_32, RULE, Mtf, Only, Range, T5x, arguments, freeze
 
 
 @arguments(mtf="Bitransformer.decode")
@@ -67,8 +67,8 @@ class InferConfig:
 class ScoreStringsConfig:
     """The arguments of score_from_strings; inputs and targets are lines, or a file of them."""
 
-    inputs: str | tuple[str, ...] | None
-    targets: str | tuple[str, ...]
+    inputs: Annotated[str | tuple[str, ...] | None, Mtf(read=freeze)]
+    targets: Annotated[str | tuple[str, ...], Mtf(read=freeze)]
     eos_id: Annotated[int, Range(at_least=0)]
     score_eos: bool
 

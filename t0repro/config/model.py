@@ -202,7 +202,10 @@ class ModelConfig:
         T5x("remat_policy", hint=str, default="none"),
         Mtf("transformer.LayerStack.recompute_grads"),
     ] = None
-    scan_layers: Annotated[bool | None, T5x(default=True), Only(mtf=None)] = None
+    # scalable_t5 scans by default; results are equal, so here depth decides.
+    scan_layers: Annotated[
+        bool | None, T5x(default=True, read=lambda value: None if value else False), Only(mtf=None)
+    ] = None
     # T5 1.0's released checkpoints have `layer_norm`; the computation is the same.
     norm_names: Annotated[
         Literal["rms_norm", "layer_norm"],
@@ -225,7 +228,7 @@ class ModelConfig:
         float,
         Range(at_least=0),
         Only(t5x=1e-6),
-        Mtf("transformer.sublayer_rms_norm.epsilon"),
+        Mtf("transformer.sublayer_rms_norm.epsilon", read=float),
     ] = 1e-6
     # The tied mT5 and umT5 of transformers do not scale them.
     scale_tied_logits: Annotated[

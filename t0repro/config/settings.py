@@ -90,6 +90,11 @@ def or_none(value: Any) -> Any:
     return value or None
 
 
+def freeze(value: Any) -> Any:
+    """A value, or a tuple for a list: gin reads lists, and a run is frozen."""
+    return tuple(value) if isinstance(value, list) else value
+
+
 def arguments(**configurables: str) -> Callable[[_Class], _Class]:
     """Declares the configurables, one a dialect, whose arguments a class's fields are."""
 

@@ -120,10 +120,6 @@ def make_mesh_rows(
       data: The evaluation's data; its tasks are described.
       lengths: Tokens per row of each feature.
     """
-    limit = data.num_eval_examples
-    # In t5, num_eval_examples = -1 takes all.
-    if limit is not None and limit < 0:
-        limit = None
     seed = _draw_if_none(data.seed)
     rows_by_task = []
     for task in find_tasks(data.mixture_or_task_name):
@@ -139,7 +135,9 @@ def make_mesh_rows(
                 pack=data.pack,
             )
             rows = make_described_batches(task_data, seed).epoch(seed)
-            rows_by_task.append((task.name, itertools.islice(_end_in_eos(rows, task.name), limit)))
+            rows_by_task.append(
+                (task.name, itertools.islice(_end_in_eos(rows, task.name), data.limit))
+            )
     return rows_by_task
 
 

@@ -95,11 +95,9 @@ def iterate_eval_tasks(
       data: The evaluation's data; its tasks are described.
       lengths: Tokens per feature; None cuts nothing.
     """
-    # Mesh TensorFlow takes all examples if the number is None or negative.
-    limit = data.num_eval_examples
     for task in find_tasks_with_metrics(data.mixture_or_task_name, data.split):
         examples = eval_examples(task, data.split, lengths, use_cached=data.use_cached, mesh=True)
-        yield task, itertools.islice(examples, None if limit is None or limit < 0 else limit)
+        yield task, itertools.islice(examples, data.limit)
 
 
 def eval_examples(

@@ -217,11 +217,10 @@ class TaskWriter:
 def _settings(config: MeshEvalRun) -> EvaluationSettings:
     data = config.eval_data
     assert isinstance(data, EvalDataConfig)
-    wanted = data.num_eval_examples
     return EvaluationSettings(
         split=data.split,
         # Mesh TensorFlow counts (input, choice) pairs and takes the first ones.
-        limit=None if wanted is None or wanted < 0 else wanted,
+        limit=data.limit,
         lengths=config.sequence_length or {},
         activation=config.dtypes.activation,
         use_cached=data.use_cached,

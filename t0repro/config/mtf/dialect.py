@@ -325,13 +325,9 @@ def _read_strings(arguments: Arguments) -> ScoreStringsConfig:
     function = "utils.score_from_strings"
     _check_postprocess(arguments, function)
     # With inputs = None, Mesh TensorFlow scores the targets alone; only targets must be given.
-    lines = {
-        "inputs": arguments.require(function, "inputs", none_is_missing=False),
-        "targets": arguments.require(function, "targets"),
-    }
-    # Turn gin's lists into tuples: a run is frozen.
-    lines = {name: tuple(x) if isinstance(x, list) else x for name, x in lines.items()}
-    return arguments.settings(ScoreStringsConfig, "text.", **lines)
+    arguments.require(function, "inputs", none_is_missing=False)
+    arguments.require(function, "targets")
+    return arguments.settings(ScoreStringsConfig, "text.")
 
 
 def _check_postprocess(arguments: Arguments, function: str) -> None:

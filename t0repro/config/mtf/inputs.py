@@ -17,7 +17,7 @@ from t0repro.config.gin import door
 from t0repro.config.mtf.arguments import Arguments, full_name
 from t0repro.config.mtf.stand_ins import Dimension
 from t0repro.config.run import Run
-from t0repro.config.settings import check_field
+from t0repro.config.settings import check_field, freeze
 from t0repro.errors import UserError
 
 _BATCH_METHODS = (
@@ -42,19 +42,15 @@ def read_inputs(arguments: Arguments, model_dir: str) -> RunInputs:
     num_microbatches = _count_microbatches(arguments, batch_size, sequence_length)
     master_dtype, tpu_mesh = read_dtype_name(arguments, "master_dtype"), derive_tpu_mesh(arguments)
     name, use_cached = _find_data(arguments)
-    step, vocabulary = arguments.run["eval_checkpoint_step"], arguments.run["vocabulary"]
     return arguments.settings(
         RunInputs,
         "",
         model_dir=model_dir,
         batch_size=batch_size,
         sequence_length=sequence_length,
-        # gin reads lists, and a run is frozen.
-        eval_checkpoint_step=tuple(step) if isinstance(step, list) else step,
+        eval_checkpoint_step=freeze(arguments.run["eval_checkpoint_step"]),
         mixture_or_task_name=name,
         use_cached=use_cached,
-        # t5 gives a pair, or one vocabulary for both features.
-        vocabularies=vocabulary if isinstance(vocabulary, tuple) else (vocabulary, vocabulary),
         master_dtype=master_dtype,
         num_microbatches=num_microbatches,
         tpu_mesh=tpu_mesh,

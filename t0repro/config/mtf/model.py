@@ -128,8 +128,6 @@ def read_model(arguments: Arguments, vocabulary_sizes: tuple[int, int]) -> Model
         shared_towers=len({tower.name for tower in towers}) < len(towers),
         recompute=recompute or by_stack,
         norm_names=_norm_names(arguments, towers),
-        # `misread` has refused scoped bindings.
-        rms_norm_epsilon=float(arguments.read("transformer.sublayer_rms_norm")["epsilon"]),
         # In a tower of one layer, its own bias equals a shared one, and the variable has the
         # same name.
         position_bias_per_layer=attention["relative_attention_type"] == "bias" and max(layers) > 1,

@@ -66,8 +66,6 @@ def read_model(program: Call, places: dict[str, str]) -> ModelConfig:
         position_bias_per_layer=shape.configurable.startswith("scalable_t5") and max(layers) > 1,
         loss_denominator=_denominator(model),
         recompute=policy if policy in ("none", "minimal") else "full",
-        # scalable_t5 scans by default; results are equal, so here depth decides.
-        scan_layers=None if shape.arguments.get("scan_layers", True) else False,
         arithmetic=program.read(Arithmetic, places, "model.arithmetic.", **casts),
         adapter=None,
         choice_loss=None,

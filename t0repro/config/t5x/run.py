@@ -11,7 +11,7 @@ from typing import Any, get_args
 from t0repro.adapters import Adapter
 from t0repro.config.checkpoints import RestoreConfig
 from t0repro.config.combinations import check_combinations
-from t0repro.config.data import ExampleFiles, SeqioDataConfig
+from t0repro.config.data import ExampleFiles
 from t0repro.config.run import (
     ActionConfig,
     ActionMode,
@@ -50,12 +50,9 @@ def read_train_run(parsed: Parsed) -> TrainRun:
     model_call, places = program["model"], dict[str, str]()
     _check_program(program)
     plan = _read_plan(program, places)
-    train, trainer = plan.train_data, program["trainer_cls"]
-    assert isinstance(train, SeqioDataConfig)
     model = read_model(program, places).with_adapter(program["adapter"], targets_place)
     model = model.with_choice_loss(program["choice_loss"], places.get("model.loss_denominator"))
     _, targets = read_vocabularies(model_call, places)
-    computer = trainer["weight_metrics_computer"]
     # The model may have another vocabulary for its inputs, which is the first of the run's.
     call = model_call.arguments.get("vocabulary") or model_call["output_vocabulary"]
     for field, argument in (
@@ -72,10 +69,7 @@ def read_train_run(parsed: Parsed) -> TrainRun:
         dtypes=read_dtypes(program, places, plan.save and plan.save.dtype),
         optimizer=read_optimizer(model_call, model, places),
         schedule=read_schedule(program, places),
-        sequence_length=train.sequence_length,
-        batch_size=train.batch_size,
         plan=plan,
-        weight_metrics_every=0 if computer is None else computer["every"],
         layout=read_layout(program["partitioner"]),
         vocabulary=getattr(targets, "sentencepiece_model_file", None),
         vocabulary_extra_ids=getattr(targets, "extra_ids", None) or 0,
