@@ -215,7 +215,8 @@ def _load(path: Path) -> _Mapping:
         raise UserError(
             f"The template file is not valid: {reason}.",
             where=f"{path}{line}",
-            fix="Fix that line. The tags that a file may have are !Template and !TemplateMetadata.",
+            fix="Fix that line: a text with a colon, braces or % at its beginning needs quotes. The"
+            " tags that a file may have are !Template and !TemplateMetadata.",
         ) from error
     except (yaml.YAMLError, ValueError) as error:  # an invalid character or date
         raise UserError(
@@ -401,4 +402,12 @@ def _text(content: _Mapping, key: str, where: str) -> str:
             # words.
             fix="Put it in quotes." if value not in (None, "") else "Write it.",
         )
-    return value
+    try:
+        # YAML keeps the two halves of a character apart, "\\uD83D\\uDE00"; one alone is no text.
+        return value.encode("utf-16", "surrogatepass").decode("utf-16")
+    except UnicodeDecodeError:
+        raise UserError(
+            f"{key} has half of a character, an escape from \\uD800 to \\uDFFF.",
+            where=f"{where.partition(', line')[0]}, line {content.line_of(key)}",
+            fix="Write the character itself, or both halves of it.",
+        ) from None

@@ -92,6 +92,8 @@ def test_the_recipe_itself_is_a_run(tmp_path):
         ("d = ~/x", "statement: Unable to parse value.", "mine.gin:21", "in quotation marks"),
         ("d = true", "'true' is not a value", "mine.gin:21", "Write True"),
         ("d = NULL", "'NULL' is not a value", "mine.gin:21", "Write None"),
+        ("d\u00a0= 4", "Couldn't parse statement", "mine.gin:21", "a plain space for U+00A0"),
+        ("d = 4\u200b", "Expected newline", "mine.gin:21", "U+200B"),
         ("d = \u201cabc\u201d", "Unable to parse value", "mine.gin:21", "straight quotation marks"),
         ("run.train_stepz = 3", "'train_stepz'", "mine.gin:21", "'train_steps'"),
         ("runn.train_steps = 3", "'runn'", "mine.gin:21", "'run'"),

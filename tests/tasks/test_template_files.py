@@ -157,3 +157,27 @@ def test_choices_that_could_mean_two_things_are_refused_by_their_line(tmp_path, 
     with pytest.raises(UserError, match=rf"{message}(.|\n)*line [45]") as raised:
         read(tmp_path, choices)
     assert raised.value.fix
+
+
+def write_jinja(path, jinja):
+    path.write_text(f"dataset: d\ntemplates:\n  a: !Template\n    name: n\n    jinja: {jinja}\n")
+    return path
+
+
+def test_both_halves_of_a_character_are_one_and_half_is_refused(tmp_path):
+    """As programs that write JSON escape what is beyond U+FFFF."""
+    path = write_jinja(tmp_path / "templates.yaml", '"{{text}} \\uD83D\\uDE00 ||| yes"')
+    (template,) = read_template_file(path).templates
+    assert template.jinja == "{{text}} \U0001f600 ||| yes"
+    assert compiled(template).render({"text": "a"}, "s/0").inputs == "a \U0001f600"
+    write_jinja(path, '"{{text}} \\uD83D ||| yes"')
+    with pytest.raises(UserError, match="jinja has half of a character") as caught:
+        read_template_file(path)
+    assert caught.value.where == f"{path}, line 5"
+
+
+def test_a_prompt_without_quotes_is_told_that_it_needs_them(tmp_path):
+    path = write_jinja(tmp_path / "templates.yaml", "{{text}} ||| {{label}}")
+    with pytest.raises(UserError, match="braces .*needs quotes") as caught:
+        read_template_file(path)
+    assert caught.value.where == f"{path}, line 5"

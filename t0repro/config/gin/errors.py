@@ -181,12 +181,19 @@ def _message(error: Exception) -> str:
 _BAD_TOKEN = re.compile(r"Failed to parse token ('.*')")
 _PYTHON_VALUES = {"true": "True", "false": "False", "null": "None", "none": "None"}
 _CURLY_QUOTES = re.compile("[\u2018\u2019\u201c\u201d]")
+# Spaces of other kinds, and characters of no width: pages and chats put them into what is copied.
+_UNSEEN = re.compile("[\u00a0\u2000-\u200f\u2028-\u202f\u205f-\u2064\u3000\ufeff]")
 
 
 def _fix_of_value(error: Exception) -> str | None:
     """The fix for an invalid value, usually a text without quotation marks."""
     if not isinstance(error, SyntaxError):
         return None
+    if unseen := _UNSEEN.search(error.text or ""):
+        return (
+            f"Write a plain space for U+{ord(unseen[0]):04X}, or nothing: the line has this"
+            " character, which cannot be seen."
+        )
     token = _BAD_TOKEN.search(error.msg)
     if not (token or "Unable to parse value" in error.msg):
         return None
