@@ -47,6 +47,17 @@ _NOT_INSTALLED = {
 }
 
 
+# Settings of JAX that change what is computed, or end it with an error, and their defaults.
+_FIXED_SETTINGS = {
+    "JAX_ENABLE_X64": "0",
+    "JAX_DISABLE_JIT": "0",
+    "JAX_DEFAULT_PRNG_IMPL": "threefry2x32",
+    "JAX_THREEFRY_PARTITIONABLE": "1",
+    "JAX_NUMPY_DTYPE_PROMOTION": "standard",
+    "JAX_NUMPY_RANK_PROMOTION": "allow",
+}
+
+
 @dataclasses.dataclass
 class ErrorHandling:
     """How a command handles errors; filled in once its command line is parsed.
@@ -72,9 +83,10 @@ def gate(command: str, *, show_unexpected: bool = False) -> Iterator[ErrorHandli
         hours into a run.
     """
     settings = ErrorHandling()
-    # Both are set before JAX is imported. By default, JAX's compilation cache keeps only programs
+    # All are set before JAX is imported. By default, JAX's compilation cache keeps only programs
     # that took a second to compile, and each program that initializes parameters takes less.
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+    _fix_settings()
     compat.quiet_native_logs()
     quiet_libtpu()
     _search_working_folder()
@@ -113,6 +125,14 @@ def gate(command: str, *, show_unexpected: bool = False) -> Iterator[ErrorHandli
         echo(f"{command}: {type(error).__name__}: {text}", err=True)
         print(f"  fix: '{command} --debug ...' shows where this happened.", file=sys.stderr)
         sys.exit(FAILURE)
+
+
+def _fix_settings() -> None:
+    """Keeps a seed's random numbers, and scores' bits, from depending on the user's environment."""
+    for name, default in _FIXED_SETTINGS.items():
+        value = os.environ.pop(name, default)
+        if value.lower() not in (default, {"0": "false", "1": "true"}.get(default)):
+            echo(f"note: {name}={value} is not used: commands compute with {default}", err=True)
 
 
 def _search_working_folder() -> None:

@@ -110,11 +110,20 @@ def device_kind() -> str:
     """The kind of device that JAX computes on here, and what else there decides last bits."""
     import jax
 
+    from t0repro.model.attention import VARIABLE
+
     kind = f"{jax.devices()[0].device_kind}, {os.cpu_count()} CPU cores"
     if kind.startswith("cpu,"):
-        return f"{kind} of {_name_processor()}"
-    # By default, GPUs round the operands of float32 matmuls to TF32, TPUs to bfloat16.
-    return f"{kind}, matmul precision {jax.config.jax_default_matmul_precision or 'default'}"
+        kind = f"{kind} of {_name_processor()}"
+    else:
+        # By default, GPUs round the operands of float32 matmuls to TF32, TPUs to bfloat16.
+        kind += f", matmul precision {jax.config.jax_default_matmul_precision or 'default'}"
+    if way := os.environ.get(VARIABLE):
+        kind += f", --attention {way}"
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    # These change how many devices there are, or what is written about programs.
+    flags = [x for x in flags if "device_count" not in x and "dump" not in x]
+    return f"{kind}, XLA_FLAGS {' '.join(flags)}" if flags else kind
 
 
 def _name_processor() -> str:

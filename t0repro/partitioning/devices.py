@@ -390,7 +390,8 @@ def find_mesh(tree: Any) -> Mesh | None:
 def use_devices_of(tree: Any):
     """A context in which traced code is sharded across the devices that hold a tree."""
     mesh = find_mesh(tree)
-    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+    # Whose process has 64-bit types on gets the same programs, and so the same bits.
+    with jax.enable_x64(False), contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         yield
 
 

@@ -38,6 +38,36 @@ def test_the_working_folder_hides_no_installed_module(tmp_path, monkeypatch):
         assert sys.path[-1] == str(tmp_path) and sys.path.count(str(tmp_path)) == 1
 
 
+def test_settings_of_jax_change_no_number_of_a_command():
+    code = """
+from t0repro.cli.gate import gate
+with gate("test"):
+    import jax
+    print(jax.random.uniform(jax.random.key(1)), jax.jit(lambda x: x + 1).lower(1.0).as_text())
+"""
+    environment = {name: x for name, x in os.environ.items() if name not in gate._FIXED_SETTINGS}
+
+    def run(**settings):
+        command = [sys.executable, "-P", "-c", code]
+        environment_of_it = environment | settings
+        return subprocess.run(command, env=environment_of_it, capture_output=True, text=True)
+
+    plain, named = run(), run(JAX_ENABLE_X64="False", JAX_THREEFRY_PARTITIONABLE="1")
+    assert plain.returncode == 0 and plain.stderr == named.stderr == ""
+    others = {
+        "JAX_ENABLE_X64": "1",
+        "JAX_DISABLE_JIT": "true",
+        "JAX_DEFAULT_PRNG_IMPL": "rbg",
+        "JAX_THREEFRY_PARTITIONABLE": "0",
+        "JAX_NUMPY_DTYPE_PROMOTION": "strict",
+        "JAX_NUMPY_RANK_PROMOTION": "raise",
+    }
+    done = run(**others)
+    assert done.stdout == plain.stdout == named.stdout
+    for name, value in others.items():
+        assert f"note: {name}={value} is not used" in done.stderr
+
+
 def test_t0s_own_module_registers_its_tasks_here():
     code = """
 from t0repro.tasks.registration import describing

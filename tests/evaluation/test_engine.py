@@ -81,6 +81,13 @@ def test_a_score_has_the_same_bits_in_any_order_and_company(params, activation):
         assert found.tobytes() == expected[some].tobytes()
 
 
+def test_a_process_with_64_bit_types_gets_the_same_bits(params):
+    examples = examples_of(3, 4, 3)
+    scores = score_examples(params, MODEL, examples, None)
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(score_examples(params, MODEL, examples, None), scores)
+
+
 def test_an_input_that_gives_nan_leaves_the_scores_of_the_others(params):
     examples = examples_of(11, 30, 3)
     expected = score_examples(params, MODEL, examples, None)

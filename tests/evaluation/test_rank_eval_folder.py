@@ -81,14 +81,17 @@ def test_after_a_failure_only_what_is_missing_is_scored(
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(Engine, "_dispatch", stops_at_the_second)
         elsewhere.setattr(evaluation_facts, "_name_processor", lambda: "another processor")
+        elsewhere.setenv("XLA_FLAGS", "--xla_dump_to=/x --xla_cpu_enable_fast_math=true")
+        elsewhere.setenv("T0REPRO_ATTENTION", "blocks")
         with pytest.raises(KeyboardInterrupt):
             evaluate(model_dir, out, settings)
     outcome = evaluate(model_dir, out, settings)
     assert 0 < outcome.scored < whole.scored
     # Not nearly: the same bits, whatever was scored before the failure.
     assert facts_of(outcome)["scores_sha256"] == facts_of(whole)["scores_sha256"]
-    cores = f"cpu, {os.cpu_count()} CPU cores of another processor"
-    assert facts_of(outcome)["device"].endswith(f", some scores computed by {cores}")
+    cores = f"cpu, {os.cpu_count()} CPU cores of another processor, --attention blocks"
+    flags = "XLA_FLAGS --xla_cpu_enable_fast_math=true"
+    assert facts_of(outcome)["device"].endswith(f", some scores computed by {cores}, {flags}")
     assert "some scores" not in facts_of(whole)["device"]
 
 
