@@ -246,6 +246,15 @@ def _refuse_file(path: str) -> None:
             where=path,
             fix=f"Give its directory: {directory}.",
         )
+    # A Mesh TensorFlow checkpoint is of several files, which its directory's state file names.
+    part = re.fullmatch(r"(.+)\.(?:data-\d{5}-of-\d{5}|meta)", path)
+    is_state = storage.base_name(path) == mtf.STATE_FILE and list_checkpoints(directory)
+    if (part and checkpoint_at(part[1])) or is_state:
+        raise UserError(
+            "This is a file of a checkpoint of the format mtf.",
+            where=path,
+            fix=f"Give its prefix: {part[1]}." if part else f"Give its directory: {directory}.",
+        )
     _refuse_formats(directory, [storage.base_name(path)])
 
 

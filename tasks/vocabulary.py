@@ -162,7 +162,7 @@ def default_vocabulary() -> VocabularyFile:
     Raises:
       UserError: If T0REPRO_EXTRA_IDS is not a number.
     """
-    address = os.environ.get(VOCABULARY_VARIABLE) or DEFAULT_ADDRESS
+    address = storage.local_path(os.environ.get(VOCABULARY_VARIABLE) or DEFAULT_ADDRESS)
     # Only the address: nothing is read or fetched until a token is needed.
     return VocabularyFile(address, EXTRA_IDS if address == DEFAULT_ADDRESS else _given_sentinels())
 
@@ -175,8 +175,9 @@ def named_vocabulary(address: str | os.PathLike[str] | None) -> VocabularyFile:
     """
     if address is None:
         return default_vocabulary()
-    path = os.fspath(address)
+    path = storage.local_path(address)
     if path != BYTES and not is_address(path) and not Path(path).is_file():
+        _refuse_folder(path)
         raise UserError(
             f"There is no vocabulary {path}.",
             where="--vocab, or vocabulary in Python",
@@ -477,6 +478,7 @@ def local_copy(address: str) -> str:
     """
     if not is_address(address):
         if not Path(address).is_file():
+            _refuse_folder(address)
             raise UserError("The vocabulary is missing.", where=address, fix=_advice(address))
         return address
     copy = _cached(address)
@@ -486,6 +488,20 @@ def local_copy(address: str) -> str:
             raise content
         write_atomically(copy, content)
     return str(copy)
+
+
+def _refuse_folder(path: str) -> None:
+    """Raises UserError if a path names the folder of a vocabulary instead of its file."""
+    if not Path(path).is_dir():
+        return
+    models = sorted(Path(path).glob("*.model"))
+    raise UserError(
+        "The vocabulary is a folder.",
+        where=path,
+        fix=f"Name the SentencePiece model in it, {models[0]}."
+        if models
+        else "Name a SentencePiece model, a file such as spiece.model; the folder has none.",
+    )
 
 
 def is_here(vocabulary: Any) -> bool:

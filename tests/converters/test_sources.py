@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -173,6 +174,22 @@ def test_other_layouts_are_named_with_the_way_out(tmp_path, name, words):
     (tmp_path / "optimizer.pt").touch()
     with pytest.raises(UserError, match=words):
         find_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("model.ckpt-7.data-00000-of-00001", "Give its prefix: {}/model.ckpt-7."),
+        ("model.ckpt-7.meta", "Give its prefix: {}/model.ckpt-7."),
+        ("checkpoint", "Give its directory: {}."),
+    ],
+)
+def test_a_file_of_mesh_tensorflow_s_leads_to_its_checkpoint(tiny_checkpoint, name, fix):
+    folder = Path(tiny_checkpoint)
+    (folder / "model.ckpt-7.meta").touch()
+    with pytest.raises(UserError, match="a file of a checkpoint of the format mtf") as caught:
+        find_checkpoint(folder / name)
+    assert caught.value.fix == fix.format(folder)
 
 
 def test_a_link_to_weights_that_are_gone_is_named(tmp_path):

@@ -22,6 +22,7 @@ from t0repro.tasks.vocabulary import (
     check_rows,
     default_vocabulary,
     local_copy_of,
+    named_vocabulary,
 )
 from tests.tasks.vocabularies import write_vocabulary
 
@@ -238,6 +239,23 @@ def test_a_missing_file_says_how_to_get_it(tmp_path, monkeypatch):
         with pytest.raises(UserError) as error:
             read()
         assert error.value.where == absent and "T5" not in str(error.value)
+
+
+def test_a_folder_is_answered_with_the_file_in_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("T0REPRO_VOCAB", str(tmp_path))
+    for read in (lambda: named_vocabulary(tmp_path), lambda: default_vocabulary().processor()):
+        with pytest.raises(UserError, match="folder has none"):
+            read()
+        (tmp_path / "spiece.model").touch()
+        with pytest.raises(UserError, match=f"in it, {tmp_path}/spiece.model"):
+            read()
+        (tmp_path / "spiece.model").unlink()
+
+
+def test_a_path_may_begin_with_file(monkeypatch):
+    monkeypatch.setenv("T0REPRO_VOCAB", f"file://{VOCABULARY}")
+    assert default_vocabulary().address == named_vocabulary(f"file://{VOCABULARY}").address
+    assert default_vocabulary().address == str(VOCABULARY)
 
 
 def test_a_file_of_another_kind_is_named(tmp_path):
