@@ -326,10 +326,8 @@ class ModelConfig:
         Raises:
           UserError: If there are no such distances.
         """
-        buckets, furthest = (
-            self.relative_attention_num_buckets,
-            self.relative_attention_max_distance,
-        )
+        buckets = self.relative_attention_num_buckets
+        furthest = self.relative_attention_max_distance
         # Mesh TensorFlow would divide by zero, or make negative buckets.
         if furthest <= buckets // 2:
             raise UserError(

@@ -71,11 +71,8 @@ def infer_eval(
       config: The run.
       folder: See `TaskEvaluator`.
     """
-    data, evaluator, decoding = (
-        config.plan.infer_eval_data,
-        config.plan.evaluator,
-        config.plan.decoding,
-    )
+    plan = config.plan
+    data, evaluator, decoding = plan.infer_eval_data, plan.evaluator, plan.decoding
     if data is None or evaluator is None or decoding is None:
         return None
     # Every process evaluates, since they share the devices, but only the first keeps results.
@@ -83,7 +80,7 @@ def infer_eval(
     if not evaluated.tasks:
         say(f"infer_eval: no task of {data.mixture_or_task_name} has {data.split} and a metric")
         return None
-    model, users = T5(config.model, config.dtypes), "model" in config.plan.user_classes
+    model, users = T5(config.model, config.dtypes), "model" in plan.user_classes
 
     def evaluate(loop: TrainingLoop) -> Mapping[str, Mapping[str, float]]:
         params = loop.stacked_state.parameters_of(config.model)

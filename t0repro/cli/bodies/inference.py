@@ -34,7 +34,7 @@ def evaluate(parsed: Parsed, options: T5xOptions, *, watch: bool, until: int | N
     plan = read_eval_run(parsed)
     _check_addresses(plan)
     # Only after the gin files have been checked, because importing tasks takes seconds.
-    register(parsed, options, [plan.data], lambda: _why_not_evaluated_alone(plan))
+    register(parsed, options, [plan.data], lambda: _why_not_alone(plan))
     if options.dry_run:
         check_inference(plan, typer.echo)
         return
@@ -59,7 +59,7 @@ def infer(parsed: Parsed, options: T5xOptions) -> None:
     """
     plan = read_infer_run(parsed)
     _check_addresses(plan)
-    register(parsed, options, [plan.data], lambda: _why_not_inferred_alone(plan))
+    register(parsed, options, [plan.data], lambda: _why_not_alone(plan))
     if options.dry_run:
         check_inference(plan, typer.echo)
         return
@@ -71,25 +71,10 @@ def infer(parsed: Parsed, options: T5xOptions) -> None:
         batch_infer.infer(plan, lambda: describe_inference(plan, parsed.gin_text))
 
 
-def _why_not_evaluated_alone(plan: EvalRun) -> str | None:
-    """What in an evaluation needs SeqIO and TensorFlow, its tasks being described."""
-    data = plan.data
-    return _why_not_model(plan) or why_evaluation_needs_seqio(
-        data.mixture_or_task_name, data.split, use_cached=data.use_cached
-    )
-
-
-def _why_not_inferred_alone(plan: InferRun) -> str | None:
-    """The same of an inference."""
-    data = plan.data
-    if plan.files is not None:
+def _why_not_alone(plan: InferenceRun) -> str | None:
+    """What in a run needs SeqIO and TensorFlow, its tasks being described."""
+    if isinstance(plan, InferRun) and plan.files is not None:
         return "infer reads files of examples"
-    return _why_not_model(plan) or why_reading_needs_seqio(
-        data.mixture_or_task_name, data.split, use_cached=data.use_cached
-    )
-
-
-def _why_not_model(plan: InferenceRun) -> str | None:
     if plan.user_model is not None:
         return "the model is a class of yours"
     if plan.data.converter == "pass_through":
@@ -97,7 +82,9 @@ def _why_not_model(plan: InferenceRun) -> str | None:
     vocabularies = (plan.input_vocabulary, plan.output_vocabulary)
     if not all(isinstance(each, PIECES_OR_BYTES) for each in vocabularies):
         return "a vocabulary of the model is neither of pieces nor of bytes"
-    return None
+    data = plan.data
+    why = why_evaluation_needs_seqio if isinstance(plan, EvalRun) else why_reading_needs_seqio
+    return why(data.mixture_or_task_name, data.split, use_cached=data.use_cached)
 
 
 def _check_addresses(plan: InferenceRun) -> None:

@@ -32,10 +32,8 @@ def read_layout(partitioner: Call) -> Layout:
     _check(partitioner)
     name = next(iter(_sizes(partitioner)), None)
     ici, dcn = partitioner["ici_mesh_shape"] or {}, partitioner["dcn_mesh_shape"] or {}
-    by_shape, rules = (
-        name in ("ici_mesh_shape", "dcn_mesh_shape"),
-        partitioner["logical_axis_rules"],
-    )
+    by_shape = name in ("ici_mesh_shape", "dcn_mesh_shape")
+    rules = partitioner["logical_axis_rules"]
     return Layout(
         data=_along("data", ici, dcn) * _along("replica", ici, dcn) if by_shape else None,
         model=_sizes(partitioner)[name] if name else 1,
