@@ -13,11 +13,13 @@ from t0repro.cli.results import echo
 from t0repro.converters.conversion import Options
 from t0repro.converters.convert import ConversionReport
 from t0repro.converters.convert import convert as convert_checkpoint
+from t0repro.converters.jax_tree import Layout
+from t0repro.converters.tensors import Format
 from t0repro.errors import UserError
 from t0repro.words import counted, sized
 
-_Format = Literal["mtf", "t5x", "jax", "hf", "peft", "adapter"]
-_SourceFormat = Literal["auto", "mtf", "t5x", "jax", "hf", "peft"]
+_Format = Literal[Format, "adapter"]
+_SourceFormat = Literal["auto", Format]
 
 Target = Annotated[
     str, typer.Argument(callback=target, help="The directory to write, or an unused address.")
@@ -84,7 +86,7 @@ def convert(
     ] = False,
     # One at a time: if a directory has one of Orbax's files, T5X reads all of it as Orbax's.
     layout: Annotated[
-        Literal["legacy", "orbax"] | None,
+        Layout | None,
         typer.Option(
             help="Layout of T5X's checkpoints: legacy (msgpack and Zarr) or orbax (t5x only). T5X's"
             " checkpoint managers read both.",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import re
 from typing import Annotated
 
@@ -19,6 +18,7 @@ from t0repro.cli.spelling import T5X_NAMES
 from t0repro.config.gin.folders import mesh_folders, shipped_files
 from t0repro.config.gin.imports import list_imports
 from t0repro.config.run import Run, TrainRun
+from t0repro.config.settings import Dialect
 from t0repro.config.t5x.arguments import PROGRAMS
 from t0repro.config.t5x.gin_files import Parsed, T5xInputs, parse
 from t0repro.config.t5x.layout import list_differences
@@ -30,13 +30,6 @@ from t0repro.words import shown_as
 
 # What runs write into their folders: Mesh TensorFlow's, and T5X's of any run mode.
 _FILES_OF_RUNS = ("operative_config.gin", "config.gin")
-
-
-class Dialects(enum.StrEnum):
-    """The two dialects of gin files."""
-
-    MTF = "mtf"
-    T5X = "t5x"
 
 
 @with_groups
@@ -59,7 +52,7 @@ def explain(
         typer.Option("--dry_run", help="Only list what the files would import; import nothing."),
     ] = False,
     dialect: Annotated[
-        Dialects | None,
+        Dialect | None,
         typer.Option(
             "--as", help="Translate a training run to the dialect of Mesh TensorFlow or T5X."
         ),
@@ -159,7 +152,7 @@ def _mode_of(path: str) -> RunMode:
     return RunMode.TRAIN
 
 
-def _show_translation(config: Run, dialect: Dialects) -> None:
+def _show_translation(config: Run, dialect: Dialect) -> None:
     """Prints a training run as a gin file of a dialect; on stderr, what that cannot express."""
     if not isinstance(config, TrainRun):
         raise UserError(
@@ -167,7 +160,7 @@ def _show_translation(config: Run, dialect: Dialects) -> None:
             where=config.provenance.get("mode"),
             fix="Bind run.mode = 'train'.",
         )
-    translation = translate(config, dialect.value)
+    translation = translate(config, dialect)
     for line in (*translation.header, "", *translation.bindings):
         echo(line)
     for line in translation.missing:
@@ -191,7 +184,7 @@ def _list_imports(run_mode: str | None, gin: GinOptions, *, as_json: bool) -> No
         echo("These files import nothing.")
 
 
-def _explain_t5x(inputs: T5xInputs, *, as_json: bool, dialect: Dialects | None) -> None:
+def _explain_t5x(inputs: T5xInputs, *, as_json: bool, dialect: Dialect | None) -> None:
     if dialect and inputs.run_mode != "train":
         raise UserError(
             "Only a training run can be translated to another dialect, not a run of"

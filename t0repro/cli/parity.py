@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -19,15 +18,8 @@ from t0repro.progress import working
 from t0repro.storage import lock_folder
 from t0repro.words import counted
 
-
-# Repeated here, because importing them would import JAX and slow down --help.
-class Injected(StrEnum):
-    """Errors that can be injected into the JAX side; see t0repro.parity.jax_run."""
-
-    slot_swap = "slot-swap"
-    bucket_eps = "bucket-eps"
-    loss_denominator = "loss-denominator"
-    no_shift = "no-shift"
+# Those of t0repro.parity.jax_run, whose import would import JAX and slow down --help.
+_Error = Literal["slot-swap", "bucket-eps", "loss-denominator", "no-shift"]
 
 
 @with_groups
@@ -57,7 +49,7 @@ def parity(
         typer.Option(help="A task whose log-likelihoods to compare as well."),
     ] = None,
     inject: Annotated[
-        Injected | None,
+        _Error | None,
         typer.Option(help="Inject a known error into the JAX side; the comparison must find it."),
     ] = None,
     demo: Demo = False,
@@ -87,7 +79,7 @@ def parity(
         with working(f"Mesh TensorFlow: {counted(len(job.batches), 'step')}"):
             reference, start_step = run.run_mesh_side(job)
         with working(f"JAX: {counted(len(job.batches), 'step')}"):
-            found = run.compare_sides(job, reference, start_step, inject.value if inject else None)
+            found = run.compare_sides(job, reference, start_step, inject)
         paths = report.write_report(found, job)
     with for_people(as_json):
         for path in paths:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
+from t0repro.config.model import DType
 from t0repro.config.settings import Mtf, Only, Range, T5x, arguments, or_none
 
 
@@ -61,9 +62,7 @@ class SaveConfig:
     ] = ()
     # 0 keeps all, as in TensorFlow's Saver, which Mesh TensorFlow writes with.
     keep: Annotated[int | None, Range(at_least=1), Mtf("keep_checkpoint_max", read=or_none)] = None
-    dtype: Annotated[
-        Literal["float32", "bfloat16"] | None, T5x(default="float32"), Only(mtf=None)
-    ] = None
+    dtype: Annotated[DType | None, T5x(default="float32"), Only(mtf=None)] = None
     data: Annotated[bool, T5x("save_dataset"), Only(mtf=True)] = False
     best: Annotated[BestCheckpoints | None, T5x("checkpointer_cls", hint=Any), Only(mtf=None)] = (
         None
