@@ -177,16 +177,16 @@ def read_rows(path: Path, start: int = 0, stop: int | None = None) -> Iterator[d
     """
     if path.suffix in _ARROW:
         return arrow_rows.read_arrow(path, start, stop)
-    _check_is_text(path)
+    check_is_text(path)
     return (read_csv if path.suffix in DELIMITERS else read_json)(path, start, stop)
 
 
-def _check_is_text(path: Path) -> None:
+def check_is_text(path: Path) -> None:
     """Refuses a file of another kind than its ending says; gzipped JSON is read."""
     with open(path, "rb") as file:
         begins = file.read(max(map(len, _BEGINNINGS)))
     kind = next((what for start, what in _BEGINNINGS.items() if begins.startswith(start)), None)
-    if begins.startswith(b"\x1f\x8b") and path.suffix in DELIMITERS:
+    if begins.startswith(b"\x1f\x8b") and ".json" not in path.name:
         kind = "packed with gzip"
     if kind is not None:
         raise UserError(
@@ -217,7 +217,7 @@ def _number_of_rows(path: Path, modified: int, size: int) -> int:
     del modified, size  # part of the key alone
     if path.suffix in _ARROW:
         return arrow_rows.count_arrow(path)
-    _check_is_text(path)
+    check_is_text(path)
     return (count_csv if path.suffix in DELIMITERS else count_json)(path)
 
 

@@ -7,7 +7,8 @@ or, in a module of your own that a gin file imports:
     from t0repro.tasks.texts import add_text_task
     add_text_task("my_texts", {"train": "/data/books/*.txt"}, objective="span_corruption")
 
-The preprocessors are t5's. A text is a line of a text file, or a field of a row of JSON Lines.
+The preprocessors are t5's. A text is a line of a text file, or a field of a row, of C4's files for
+instance.
 Several texts fill one example, and a long one is split, as in T5's pretraining on C4.
 """
 
@@ -15,12 +16,15 @@ from __future__ import annotations
 
 import functools
 import glob
-import json
 import os
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from t0repro.errors import UserError, nearest_names
+from t0repro.tasks import rows
+from t0repro.tasks.csv_rows import DELIMITERS
 from t0repro.tasks.vocabulary import VocabularyFile, default_vocabulary
 from t0repro.words import counted
 
@@ -32,6 +36,7 @@ Objective = Literal["span_corruption", "prefix_lm"]
 OBJECTIVES: tuple[Objective, ...] = ("span_corruption", "prefix_lm")
 TEXTS_VARIABLE = "T0REPRO_TEXTS"
 _SHUFFLE_BUFFER = 10_000
+_GZIPPED = ".gz"
 
 
 def add_text_task(
@@ -47,8 +52,9 @@ def add_text_task(
 
     Args:
       name: The task's name.
-      files: Split -> files, or patterns of files; files ending in .jsonl have rows, all others a
-        text per line.
+      files: Split -> files, or patterns of files; JSON, gzipped JSON, Parquet and Arrow files have
+        rows, by their endings (docs/data.md). All others have a text per line, gzipped if they end
+        in .gz.
       objective: "span_corruption" as in T5's pretraining, or "prefix_lm", with which T0's
         checkpoint was adapted to language modeling: a text's two halves are its inputs and targets.
       field: The row's field with the text; if several are given, the first that a row has.
@@ -56,7 +62,8 @@ def add_text_task(
       merge_examples: In span corruption, whether short texts are joined to fill an example.
 
     Raises:
-      UserError: If a pattern matches no file, the objective is unknown, or the name is taken.
+      UserError: If a pattern matches no file or one that is no text, the objective is unknown, or
+        the name is taken.
     """
     if objective not in OBJECTIVES:
         raise UserError(
@@ -162,7 +169,22 @@ def _matching(name: str, patterns: str | Sequence[str]) -> list[str]:
             where=", ".join(found),
             fix="Write the texts, one a line, or rows in a file that ends in .jsonl.",
         )
+    for path in found:
+        if not _has_rows(path) and not path.endswith(_GZIPPED):
+            _check_is_text(Path(path))
     return found
+
+
+def _check_is_text(path: Path) -> None:
+    rows.check_is_text(path)
+    with open(path, "rb") as file:
+        if file.read(2) in (BOM_UTF16_LE, BOM_UTF16_BE):
+            raise UserError("The file is UTF-16.", where=str(path), fix="Save it as UTF-8.")
+
+
+def _has_rows(path: str) -> bool:
+    suffix = rows.rows_suffix(Path(path))
+    return suffix is not None and suffix not in DELIMITERS  # of a table, each line is a text
 
 
 def _source(files: Mapping[str, list[str]], fields: Sequence[str]) -> Any:
@@ -182,12 +204,12 @@ def _texts(
     import tensorflow as tf
 
     def lines_of(path: str) -> Any:
-        if path.endswith(".jsonl"):
+        if _has_rows(path):
             return tf.data.Dataset.from_generator(
-                functools.partial(_field_of_rows, path, fields),
+                functools.partial(_field_of_rows, Path(path), fields),
                 output_signature=tf.TensorSpec((), tf.string),
             )
-        return tf.data.TextLineDataset(path)
+        return tf.data.TextLineDataset(path, "GZIP" if path.endswith(_GZIPPED) else None)
 
     paths = list(files[split])
     # SeqIO asks for it only in training; one seed gives one order.
@@ -202,35 +224,21 @@ def _texts(
     return dataset.map(lambda text: {"text": text})
 
 
-def _field_of_rows(path: str, fields: Sequence[str]) -> Iterator[str]:
-    """The first of these fields of each row of a JSON Lines file.
+def _field_of_rows(path: Path, fields: Sequence[str]) -> Iterator[str]:
+    """The first of these fields of each row of a file.
 
     Raises:
-      UserError: If a line is not a JSON object or lacks the field.
+      UserError: If the file is damaged, or a row lacks the field.
     """
-    with open(path, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            # A line that is not a row has no text either, and is reported as such.
-            row = _row(line)
-            texts = [row[field] for field in fields if isinstance(row.get(field), str)]
-            if not texts:
-                raise UserError(
-                    f"The row has no text {' or '.join(map(repr, fields))}.",
-                    where=f"{path}:{number}",
-                    fix="Name the field that holds the text, or correct the row.",
-                )
-            yield texts[0]
-
-
-def _row(line: str) -> dict[str, Any]:
-    """The row of a line; {} if it is not a JSON object."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return {}
-    return row if isinstance(row, dict) else {}
+    for number, row in enumerate(rows.read_rows(path)):
+        texts = [row[field] for field in fields if isinstance(row.get(field), str)]
+        if not texts:
+            raise UserError(
+                f"The row has no text {' or '.join(map(repr, fields))}.",
+                where=rows.place_of_row(path, number),
+                fix="Name the field that holds the text, or correct the row.",
+            )
+        yield texts[0]
 
 
 # Runs on import, since a gin file can only import a module.

@@ -72,7 +72,7 @@ def import_results(results: str | os.PathLike[str], folder: Path) -> tuple[Path,
     path = _latest(Path(results))
     found = _json(path.read_text(encoding="utf-8-sig"), str(path))
     date = path.stem.removeprefix("results_")
-    configs = found.get("configs", {})
+    configs = found.get("configs") or {}
     ranked, left_out = [], {}
     for task, config in configs.items():
         check_is_name(task, "task", str(path))
@@ -372,7 +372,8 @@ def _lines(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
     with open(path, encoding="utf-8-sig", newline="\n") as file:
         for number, line in enumerate(file, start=1):
             where = f"{path}:{number}"
-            yield _json(line, where), where
+            if line.strip():  # an editor may leave an empty one at the end
+                yield _json(line, where), where
 
 
 def _json(text: str, where: str) -> dict[str, Any]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import glob
-import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from t0repro.config.run import InferRun
 from t0repro.errors import UserError
-from t0repro.words import json_fault
+from t0repro.tasks import rows
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -45,8 +45,8 @@ def register_files(plan: InferRun) -> None:
         texts = {key: tf.io.FixedLenFeature([], tf.string) for key in keys}
         source: Any = seqio.TFExampleDataSource({_SPLIT: found}, texts)
     else:
-        rows = functools.partial(_rows_of_files, found, keys)
-        source = seqio.FunctionDataSource(rows, splits=(_SPLIT,))
+        read = functools.partial(_rows_of_files, found, keys)
+        source = seqio.FunctionDataSource(read, splits=(_SPLIT,))
     # SeqIO sets a feature whose key is None to empty text.
     key_map = {"inputs": files.inputs_key, "targets": files.targets_key}
     seqio.TaskRegistry.add(
@@ -83,24 +83,15 @@ def _rows(paths: Sequence[str], keys: Sequence[str]) -> Iterator[dict[str, str]]
     """The fields of each row, as text.
 
     Raises:
-      UserError: If a line is not a JSON object or lacks a field.
+      UserError: If a file is damaged, or a row lacks a field.
     """
-    for path in paths:
-        with open(path, encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield _fields(line, keys, f"{path}:{number}")
-
-
-def _fields(line: str, keys: Sequence[str], where: str) -> dict[str, str]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"The line is not JSON: {json_fault(error)}.", where=where) from error
-    if not isinstance(row, dict) or any(not isinstance(row.get(key), str) for key in keys):
-        raise UserError(
-            f"The row lacks a text: {' and '.join(keys)} are needed.",
-            where=where,
-            fix="Bind create_task_from_tfexample_file.inputs_key and targets_key to its fields.",
-        )
-    return {key: row[key] for key in keys}
+    for path in map(Path, paths):
+        for number, row in enumerate(rows.read_rows(path)):
+            if any(not isinstance(row.get(key), str) for key in keys):
+                raise UserError(
+                    f"The row lacks a text: {' and '.join(keys)} are needed.",
+                    where=rows.place_of_row(path, number),
+                    fix="Bind create_task_from_tfexample_file.inputs_key and targets_key to its"
+                    " fields.",
+                )
+            yield {key: row[key] for key in keys}

@@ -1,8 +1,10 @@
 """Pretraining objectives over one's own texts: what is hidden, what is kept, what is refused."""
 
+import gzip
 import json
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 
 from t0repro import compat
@@ -28,6 +30,12 @@ def files(tmp_path):
     (tmp_path / "b.txt").write_text("\n".join(WORDS[200:]) + "\n")
     rows = [json.dumps({"story": text}) for text in WORDS]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
+    # As C4's files on the hub.
+    packed = gzip.compress((tmp_path / "rows.jsonl").read_bytes())
+    (tmp_path / "c4-train.00000-of-00001.json.gz").write_bytes(packed)
+    table = pyarrow.Table.from_pylist([{"story": text} for text in WORDS])
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    (tmp_path / "all.txt.gz").write_bytes(gzip.compress("\n".join(WORDS).encode()))
     yield tmp_path
     for name in [*seqio.TaskRegistry.names()]:
         if name.startswith("texts_"):
@@ -59,7 +67,16 @@ def filled_in(inputs, targets):
     return whole
 
 
-@pytest.mark.parametrize(("pattern", "field"), [("*.txt", "text"), ("rows.jsonl", "story")])
+@pytest.mark.parametrize(
+    ("pattern", "field"),
+    [
+        ("*.txt", "text"),
+        ("all.txt.gz", "text"),
+        ("rows.jsonl", "story"),
+        ("c4-train*.json.gz", "story"),
+        ("rows.parquet", "story"),
+    ],
+)
 def test_span_corruption_hides_a_seventh_of_consecutive_text(files, pattern, field):
     add_text_task("texts_span", {"train": str(files / pattern)}, field=field, vocabulary=BYTES)
     text = BYTES.encode("".join(WORDS))
@@ -120,10 +137,19 @@ def test_faults_are_named(files):
     (files / "empty.jsonl").touch()
     with pytest.raises(UserError, match=r"'texts_x' has no text: 1 empty file(.|\n)*empty.jsonl"):
         add_text_task("texts_x", {"train": str(files / "empty.jsonl")})
+    for name, content, words in (
+        ("c4.json.zst", b"\x28\xb5\x2f\xfd\4\0", "packed with zstd"),
+        ("c4.txt", gzip.compress(b"a text"), "packed with gzip"),
+        ("windows.txt", "a text".encode("utf-16"), "UTF-16"),
+    ):
+        (files / name).write_bytes(content)
+        with pytest.raises(UserError, match=words) as caught:
+            add_text_task("texts_x", {"train": str(files / name)})
+        assert caught.value.where == str(files / name)
     with pytest.raises(UserError, match="no objective 'denoising'"):
         add_text_task("texts_x", {"train": str(files / "a.txt")}, objective="denoising")
     add_text_task("texts_x", {"train": str(files / "rows.jsonl")}, vocabulary=BYTES)
     with pytest.raises(UserError, match="already"):
         add_text_task("texts_x", {"train": str(files / "a.txt")}, vocabulary=BYTES)
-    with pytest.raises(Exception, match=r"(?s)The row has no text 'text'.*rows.jsonl:1"):
+    with pytest.raises(Exception, match=r"(?s)The row has no text 'text'.*rows.jsonl, line 1"):
         examples("texts_x")
