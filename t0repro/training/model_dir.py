@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +33,7 @@ from t0repro.errors import UserError
 from t0repro.parameters import naming
 from t0repro.parameters.shape import ALL_HEURISTIC
 from t0repro.partitioning.processes import enter_in_first, is_first
+from t0repro.progress import say
 from t0repro.storage import explain_errors, lock_folder, output_path, write_atomically
 from t0repro.training.train_state import (
     TrainState,
@@ -42,12 +43,14 @@ from t0repro.training.train_state import (
 
 Backend = Literal["mtf", "jax"]
 RECORD = "trained_with.json"
-# Fields of ModelConfig that may change between runs in a folder: they concern only the loss,
-# dropout or memory use, and `norm_names` only a spelling.
-_MAY_CHANGE = frozenset(
-    ["dropout_rate", "label_smoothing", "z_loss", "loss_denominator", "recompute"]
-    + ["scan_layers", "loss_on_targets_only", "norm_names", "choice_loss"]
+# Fields of ModelConfig that may change between runs in a folder: they concern only the loss or
+# dropout, which is said, or memory use, and `norm_names` only a spelling.
+_SAID = frozenset(
+    ["dropout_rate", "label_smoothing", "z_loss", "loss_denominator"]
+    + ["loss_on_targets_only", "choice_loss"]
 )
+_MAY_CHANGE = _SAID | {"recompute", "scan_layers", "norm_names"}
+_OTHERS = "may_change"  # the record's entry of settings that are compared only to say a change
 
 
 @contextlib.contextmanager
@@ -89,9 +92,10 @@ def lock_for_training(
         if reader is not None and shapes is not None and not allow_changed:
             check_slots(reader, shapes)
         # Only now: a refused run must leave the record of what trained the checkpoints.
-        with explain_errors(output_path(model_dir) / RECORD):
-            settings = json.dumps(_settings(config), indent=1)
-            write_atomically(output_path(model_dir) / RECORD, settings + "\n")
+        with explain_errors(path := output_path(model_dir) / RECORD):
+            _say_changes(path, config)
+            settings = {**_settings(config), _OTHERS: _other_settings(config)}
+            write_atomically(path, json.dumps(settings, indent=1) + "\n")
 
     with enter_in_first(lock_and_check):
         yield check
@@ -283,6 +287,51 @@ def _settings(config: TrainRun) -> dict[str, Any]:
     return json.loads(json.dumps(settings))
 
 
+def _other_settings(config: TrainRun) -> dict[str, Any]:
+    """What else decides a step's numbers and may change in a run: dotted field -> value."""
+    model, schedule = dataclasses.asdict(config.model), config.schedule
+    settings = {f"model.{name}": model[name] for name in sorted(_SAID)} | {
+        "dtypes.activation": config.dtypes.activation,
+        "num_microbatches": config.num_microbatches,
+        "plan.random_seed": config.plan.random_seed,
+        "schedule.name": schedule and schedule.name,
+        "schedule.arguments": schedule and schedule.arguments,
+    }
+    return json.loads(json.dumps(settings))
+
+
+def _say_changes(path: Path, config: TrainRun) -> None:
+    """Says which of these settings differ from those of the run's last start."""
+    before, now = _read_record(path).get(_OTHERS, {}), _other_settings(config)
+    if changes := _list_changes(before, now, config):
+        say(f"note: changed since the last start in this folder: {changes}")
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    """The settings that a folder records; {} if it records none."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"The record of this folder's training cannot be read: {error}.",
+            where=str(path),
+            fix="Delete it to continue without comparing settings.",
+        ) from error
+
+
+def _list_changes(before: Mapping[str, Any], now: Mapping[str, Any], config: TrainRun) -> str:
+    """The settings that both sides have with other values; "" for none."""
+    # Skip settings that only one side has: they come from another version of this program, or from
+    # another optimizer, which the setting "optimizer" reports.
+    changed = [name for name in now if name in before and now[name] != before[name]]
+    places = config.provenance
+    return "; ".join(
+        f"{name} was {before[name]!r} and is {now[name]!r}"
+        + (f" ({places[name]})" if name in places else "")
+        for name in changed[:5]
+    ) + ("; ..." if len(changed) > 5 else "")
+
+
 def _spread_arithmetic(settings: dict[str, Any]) -> dict[str, Any]:
     """Gives each setting of the arithmetic a name of its own: another version has more or fewer."""
     arithmetic = settings.pop("model.arithmetic", {})
@@ -291,29 +340,10 @@ def _spread_arithmetic(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _check_record(path: Path, config: TrainRun) -> None:
     """Refuses model or optimizer settings that differ from those that trained the checkpoints."""
-    if not path.is_file():
-        return
-    try:
-        before = _spread_arithmetic(dict(json.loads(path.read_text(encoding="utf-8"))))
-    except (ValueError, TypeError) as error:
+    before = _spread_arithmetic(_read_record(path))
+    if changes := _list_changes(before, _spread_arithmetic(_settings(config)), config):
         raise UserError(
-            f"The record of this folder's training cannot be read: {error}.",
-            where=str(path),
-            fix="Delete it to continue without comparing settings.",
-        ) from error
-    now, places = _spread_arithmetic(_settings(config)), config.provenance
-    # Skip settings that only one side has: they come from another version of this program, or from
-    # another optimizer, which the setting "optimizer" reports.
-    changed = [name for name in now if name in before and now[name] != before[name]]
-    if changed:
-        shown = "; ".join(
-            f"{name} was {before[name]!r} and is {now[name]!r}"
-            + (f" ({places[name]})" if name in places else "")
-            for name in changed[:5]
-        )
-        raise UserError(
-            "The checkpoints of this folder were trained with other settings:"
-            f" {shown}{'; ...' if len(changed) > 5 else ''}.",
+            f"The checkpoints of this folder were trained with other settings: {changes}.",
             where=str(path),
             fix="Bind these as they were, or give another"
             " --model_dir; or add --allow_changed to continue with"

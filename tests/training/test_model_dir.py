@@ -12,6 +12,7 @@ from t0repro.config.optimizer import AdamWeightDecayConfig, MomentumConfig, SgdC
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5
 from t0repro.parameters.shape import ALL_HEURISTIC
+from t0repro.progress import heard_by
 from t0repro.runs.start import start_configured
 from t0repro.runs.train import train
 from t0repro.training.checkpoints import load_tree, save_tree
@@ -66,6 +67,43 @@ def test_the_same_run_goes_on_and_so_does_one_with_another_loss_or_schedule(mode
     check(model_dir, model=softer, schedule=schedule)
     # T5X's rules, in which T5's parameters are factored as in Mesh TensorFlow.
     check(model_dir, optimizer=dataclasses.replace(tiny.ADAFACTOR, factor_map=ALL_HEURISTIC))
+
+
+def test_a_change_of_what_may_change_is_said_where_the_run_goes_on(model_dir):
+    def said_by_a_start_with(**changes):
+        said = []
+        config = tiny.run_config(model_dir, 4, **changes)
+        with heard_by(said.append), lock_for_training(model_dir, "jax", config) as check:
+            check(None)
+        return [line for line in said if "changed since" in line]
+
+    softer = dataclasses.replace(tiny.MODEL, dropout_rate=0.1)
+    schedule = dataclasses.replace(tiny.SCHEDULE, arguments={"learning_rate": 0.1})
+    assert said_by_a_start_with() == []
+    places = {"num_microbatches": "my.gin:3"}
+    (line,) = said_by_a_start_with(
+        model=softer,
+        schedule=schedule,
+        dtypes=tiny.BFLOAT16,
+        num_microbatches=1,
+        plan=dataclasses.replace(tiny.run_config(model_dir, 4).plan, random_seed=7),
+        provenance=places,
+    )
+    for change in (
+        "model.dropout_rate was 0.0 and is 0.1",
+        "schedule.arguments was {'learning_rate': 0.01} and is {'learning_rate': 0.1}",
+        "dtypes.activation was 'float32' and is 'bfloat16'",
+        "num_microbatches was 2 and is 1 (my.gin:3)",
+        "plan.random_seed was 0 and is 7",
+    ):
+        assert change in line
+    # The record is the last start's; one of an earlier version has none of these.
+    assert "dropout_rate was 0.1 and is 0.0" in said_by_a_start_with()[0]
+    record = model_dir / "trained_with.json"
+    settings = json.loads(record.read_text())
+    del settings["may_change"]
+    record.write_text(json.dumps(settings))
+    assert said_by_a_start_with(model=softer) == []
 
 
 OTHERS = {
