@@ -23,7 +23,7 @@ from ..helpers import tiny_models as tiny
 from ..helpers.near_ties import near_ties
 from .small_model import MODEL, small_parameters
 
-GREEDY = DecodingConfig(1, 0.6, 0.0, -1, 1.5, 10, None, 2, 1)
+GREEDY = DecodingConfig(prefilter=2)
 SAMPLING = dataclasses.replace(GREEDY, temperature=1.0, keep_top_k=7)
 BEAM = dataclasses.replace(GREEDY, beam_size=2)
 WIDE = tiny.model(d_model=64, d_ff=96, num_heads=4, d_kv=16)

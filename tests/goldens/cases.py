@@ -58,7 +58,7 @@ MODEL_GIN = "models/t5.1.1.small.gin"
 PAIRS = 12  # of each task
 SCORE_LENGTHS = {"inputs": 128, "targets": 16}
 INPUTS, DECODED_TOGETHER = 40, 20
-GREEDY = DecodingConfig(1, 0.6, 0.0, -1, 1.5, 10, 16, 2, 1)
+GREEDY = DecodingConfig(max_length=16, prefilter=2)
 DECODINGS = {
     "greedy": GREEDY,
     "4 beams": dataclasses.replace(GREEDY, beam_size=4),

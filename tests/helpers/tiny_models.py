@@ -169,7 +169,7 @@ def eval_run(run: TrainRun, **changes) -> MeshEvalRun:
         "output_eval_examples": False,
         "checkpoint_choice": CheckpointChoice(0, None, True),
         "perplexity_eval_steps": 100,
-        "decoding": DecodingConfig(1, 0.6, 0.0, -1, 1.5, 10, None, 2, 1),
+        "decoding": DecodingConfig(prefilter=2),
         "scores_filename": None,
         "save_example_text": True,
     }

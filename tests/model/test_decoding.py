@@ -17,7 +17,7 @@ from ..helpers.tiny_models import FLOAT32, UMT5, model_config
 CONFIG = model_config(num_decoder_layers=2, d_kv=8, vocab_size=24)
 TIED = dataclasses.replace(CONFIG, activations=("relu",), logits_from_embedding=True)
 PER_LAYER = dataclasses.replace(UMT5, num_decoder_layers=2, d_kv=8, vocab_size=24)
-GREEDY = DecodingConfig(1, 0.6, 0.0, -1, 1.5, 10, None, 2, 1)
+GREEDY = DecodingConfig(prefilter=2)
 BEAM = dataclasses.replace(GREEDY, beam_size=3)
 INPUTS = jnp.array([[5, 9, 3, 1, 0, 0], [7, 7, 2, 8, 4, 1], [3, 1, 0, 0, 0, 0]], jnp.int32)
 LENGTH = 12

@@ -40,7 +40,7 @@ d_kv = 16
 d_model = 64
 d_ff = 96
 """
-GREEDY = DecodingConfig(1, 0.6, 0.0, -1, 1.5, 10, 16, 2, 1)
+GREEDY = DecodingConfig(max_length=16, prefilter=2)
 BEAM = dataclasses.replace(GREEDY, beam_size=4)
 # Name -> the configuration. A search of 0.1 * longest + 2 steps ends before there is no room left.
 RUNS = {

@@ -102,9 +102,9 @@ def evaluated(layout):
     ]
     inputs = [example["inputs"].astype(np.int32) for example in examples[:5]]
     options = {
-        "greedy": DecodingConfig(1, 0.6, 0.0, -1, 1.5, 10, None, 2, 1),
-        "beam": DecodingConfig(3, 0.6, 0.0, -1, 1.5, 10, None, 2, 1),
-        "sampled": DecodingConfig(1, 0.6, 1.0, 5, 1.5, 10, None, 2, 1),
+        "greedy": DecodingConfig(prefilter=2),
+        "beam": DecodingConfig(beam_size=3, prefilter=2),
+        "sampled": DecodingConfig(temperature=1.0, keep_top_k=5, prefilter=2),
     }
     return {
         "scores": score_examples(params, model, examples, None).tolist(),

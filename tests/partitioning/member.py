@@ -164,8 +164,8 @@ def evaluated(params):
         for n in range(13)
     ]
     inputs = [example["inputs"].astype(np.int32) for example in examples[:5]]
-    greedy = DecodingConfig(1, 0.6, 0.0, -1, 1.5, 10, None, 2, 1)
-    sampled = DecodingConfig(1, 0.6, 1.0, 5, 1.5, 10, None, 2, 1)
+    greedy = DecodingConfig(prefilter=2)
+    sampled = DecodingConfig(temperature=1.0, keep_top_k=5, prefilter=2)
     return {
         "scores": score_examples(params, model, examples, None).tolist(),
         "texts": [
