@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 from t0repro.cloud.vertex.command_line import Arguments, JobMode
 from t0repro.config.model import ModelConfig
-from t0repro.config.run import Run
+from t0repro.config.run import Run, TrainRun
 from t0repro.errors import UserError
 
 
@@ -58,17 +57,16 @@ def read_job_config(arguments: Arguments) -> JobConfig:
 def _read_by_mode(arguments: Arguments) -> JobConfig:
     if arguments.mode is None:
         return _read_mesh_transformer(arguments)
-    if arguments.mode in (JobMode.TRAIN, JobMode.PRECOMPILE):
-        return _read_t5x_training(arguments)
-    if arguments.mode in (JobMode.EVAL, JobMode.INFER):
-        return _read_t5x_inference(arguments)
-    # rank-eval and aux: their flags say everything about the job.
+    if arguments.mode not in (JobMode.RANK_EVAL, JobMode.AUX):
+        return _read_t5x(arguments)
+    # Their flags say everything about the job.
     checkpoints = (arguments.checkpoint,) if arguments.checkpoint else ()
     return JobConfig(output=arguments.output, checkpoints=checkpoints, mixture=arguments.mixture)
 
 
-def _parse_t5x(arguments: Arguments) -> Any:
+def _read_t5x(arguments: Arguments) -> JobConfig:
     from t0repro.config.t5x.gin_files import T5xInputs, parse
+    from t0repro.config.t5x.run import read_run
 
     if not arguments.gin_files:
         raise UserError(
@@ -76,42 +74,23 @@ def _parse_t5x(arguments: Arguments) -> Any:
         )
     # The default of --gin_search_paths, by which the container will look, too.
     search = arguments.search_paths or (".",)
-    return parse(T5xInputs(str(arguments.mode), arguments.gin_files, arguments.bindings, search))
-
-
-def _read_t5x_training(arguments: Arguments) -> JobConfig:
-    from t0repro.config.t5x.run import read_precompile_run, read_train_run
-
-    parsed = _parse_t5x(arguments)
+    inputs = T5xInputs(str(arguments.mode), arguments.gin_files, arguments.bindings, search)
+    parsed = parse(inputs)
+    run = read_run(parsed)
     # precompile.gin describes the training run whose step it compiles.
-    compiles = arguments.mode is JobMode.PRECOMPILE
-    run = (read_precompile_run if compiles else read_train_run)(parsed)
-    data = run.plan.train_data
+    if isinstance(run, TrainRun):
+        data, restore, output = run.plan.train_data, run.plan.restore, run.model_dir
+    else:
+        data, restore, output = run.data, run.restore, run.output_dir
     return JobConfig(
         text=parsed.gin_text,
         warnings=parsed.warnings,
-        run=run,
+        run=run if isinstance(run, TrainRun) else None,
         architecture=_architecture(run.model),
-        output=run.model_dir,
-        checkpoints=run.plan.restore.paths if run.plan.restore else (),
+        output=output,
+        checkpoints=restore.paths if restore else (),
         mixture=data and data.mixture_or_task_name,
         split=data and data.split,
-    )
-
-
-def _read_t5x_inference(arguments: Arguments) -> JobConfig:
-    from t0repro.config.t5x.run import read_eval_run, read_infer_run
-
-    parsed = _parse_t5x(arguments)
-    plan = (read_eval_run if arguments.mode is JobMode.EVAL else read_infer_run)(parsed)
-    return JobConfig(
-        text=parsed.gin_text,
-        warnings=parsed.warnings,
-        architecture=_architecture(plan.model),
-        output=plan.output_dir,
-        checkpoints=plan.restore.paths,
-        mixture=plan.data.mixture_or_task_name,
-        split=plan.data.split,
     )
 
 
