@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import io
 import mmap
 import os
 import re
@@ -89,13 +90,14 @@ def gate(command: str, *, show_unexpected: bool = False) -> Iterator[ErrorHandli
     _fix_settings()
     compat.quiet_native_logs()
     quiet_libtpu()
-    _search_working_folder()
+    _print_what_has_no_code()
     _keep_secrets_out_of_tracebacks()
     # Importing TensorFlow and tracing a step create millions of long-lived objects. By default,
     # Python collects garbage after every 700 new objects, which takes a fifth of that time.
     gc.set_threshold(100_000, 50, 100)
     _deliver_swallowed_interrupts()
     try:
+        _search_working_folder()
         try:
             yield settings
         finally:
@@ -135,9 +137,22 @@ def _fix_settings() -> None:
             echo(f"note: {name}={value} is not used: commands compute with {default}", err=True)
 
 
+def _print_what_has_no_code() -> None:
+    """Escapes characters that the terminal's encoding lacks, rather than ending the command."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as Python does for standard error
+
+
 def _search_working_folder() -> None:
     """Lets a command import the user's modules from the working folder, as `python -m` does."""
-    folder = os.getcwd()
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError:
+        raise UserError(
+            "The working folder was removed.",
+            where=os.environ.get("PWD"),
+            fix="Go to a folder that exists: cd.",
+        ) from None
     if folder not in sys.path:
         # If it came first, a checkout's folder gin/ would shadow the library.
         sys.path.append(folder)

@@ -1,5 +1,6 @@
 """Every command's gate: Ctrl-C, a second Ctrl-C, and options in either spelling."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -25,13 +26,36 @@ def run_program(body: str) -> subprocess.CompletedProcess[str]:
         "with gate('it') as settings:\n"
         "    settings.how_to_continue = 'Go on so.'\n"
     ) + "".join(f"    {line}\n" for line in body.splitlines())
-    return subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    command = [sys.executable, "-P", "-c", code]
+    return subprocess.run(
+        command, capture_output=True, encoding=os.environ.get("PYTHONIOENCODING"), text=True
+    )
 
 
 def test_ctrl_c_ends_with_how_to_go_on_and_exit_code_130():
     ended = run_program("interrupt()")
     assert ended.returncode == 130
     assert ended.stderr == "\nit: interrupted.\n  fix: Go on so.\n"
+
+
+def test_characters_that_the_terminal_lacks_are_escaped(monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "latin-1")
+    ended = run_program("print('caf\\xe9 \\u20ac \\udce9')")
+    assert (ended.returncode, ended.stdout) == (0, "caf\xe9 \\u20ac \\udce9\n")
+
+
+def test_a_working_folder_that_was_removed_is_named():
+    code = (
+        "import os, tempfile\n"
+        "os.chdir(folder := tempfile.mkdtemp())\n"
+        "os.rmdir(folder)\n"
+        "from t0repro.cli.gate import gate\n"
+        "with gate('it'):\n    pass\n"
+    )
+    command = [sys.executable, "-P", "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("it: The working folder was removed.\n")
 
 
 def test_a_second_ctrl_c_while_files_are_closed_shows_no_traceback():
