@@ -159,13 +159,20 @@ def _list_saved(folder: Path) -> list[Path]:
     if not state.is_file():
         return paths
     try:
-        named = {file["filename"] for file in json.loads(state.read_bytes())["_data_files"]}
+        content = json.loads(state.read_bytes())
+        named = {file["filename"] for file in content["_data_files"]}
     except (ValueError, LookupError, TypeError):
         raise UserError(
             "The file does not list the files of a dataset.",
             where=str(state),
             fix="Save the dataset again with save_to_disk, or remove the file.",
         ) from None
+    if content.get("_indices_data_files"):  # of 2020's versions, which later ones do not read
+        raise UserError(
+            "The dataset was saved as a selection of the rows of its files.",
+            where=str(state),
+            fix="In the `datasets` that saved it, call flatten_indices() and save_to_disk again.",
+        )
     return [path for path in paths if path.name in named]
 
 

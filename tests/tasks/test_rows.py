@@ -175,6 +175,10 @@ def test_a_folder_of_save_to_disk_whose_list_of_files_is_damaged_is_named(tmp_pa
         with pytest.raises(UserError, match="does not list") as caught:
             find_reader(tmp_path, "super_glue", "rte", "train")
         assert caught.value.where == str(state)
+    indices = {"_data_files": [], "_indices_data_files": [{"filename": "indices.arrow"}]}
+    state.write_text(json.dumps(indices))
+    with pytest.raises(UserError, match="a selection of the rows"):
+        find_reader(tmp_path, "super_glue", "rte", "train")
 
 
 def test_a_list_of_rows_is_read_and_its_broken_row_named(tmp_path):
