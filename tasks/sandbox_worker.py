@@ -134,7 +134,12 @@ class StrictEnvironment(PromptEnvironment):
             fault = "which is not an int; write it with the filter `| int`"
         if isinstance(argument, str):
             is_number = argument.strip().removeprefix("-").isdecimal()  # else `| int` makes it 0
-            advice = "write it with the filter `| int`" if is_number else "print it as the target"
+            advice = "write it with the filter `| int`"
+            if not is_number:
+                advice = (
+                    "make the labels 0, 1, ..., or print it as the target, such as"
+                    f" `{SEPARATOR} {{{{label}}}}`"
+                )
             fault = f"which is text; {advice}"
         return self.undefined(f"{index.described} is {argument!r}, {fault}", exc=OutOfRange)
 

@@ -48,8 +48,26 @@ def find_data_file(name: str) -> Path:
 
 
 def template_files() -> list[str]:
-    """The files that T0REPRO_TEMPLATES names."""
+    """The files that T0REPRO_TEMPLATES names.
+
+    Raises:
+      UserError: If a path has a `~`, or commas in place of colons.
+    """
     return _paths_in(TEMPLATES_VARIABLE)
+
+
+def check_home(path: str, where: str) -> None:
+    """Refuses a path that begins with a `~`, which shells leave alone in quotation marks.
+
+    Raises:
+      UserError: If it does, and there is no such file.
+    """
+    if path.startswith("~") and not os.path.exists(path):
+        raise UserError(
+            f"The shell did not expand the ~ of {path!r}, as it does not in quotation marks.",
+            where=where,
+            fix="Write it without quotation marks, or $HOME in place of ~.",
+        )
 
 
 def _paths_in(variable: str) -> list[str]:
@@ -57,4 +75,14 @@ def _paths_in(variable: str) -> list[str]:
     if os.path.exists(value):  # a name that has the separator in it
         return [value]
     # The colon of an address, such as gs://bucket, separates nothing.
-    return [path for path in re.split(rf"{os.pathsep}(?!//)", value) if path]
+    paths = [path for path in re.split(rf"{os.pathsep}(?!//)", value) if path]
+    for path in paths:
+        check_home(path, variable)
+        parts = path.split(",")
+        if len(parts) > 1 and not os.path.exists(path) and any(map(os.path.exists, parts)):
+            raise UserError(
+                f"There is no {path}: several paths are separated by colons, not by commas.",
+                where=variable,
+                fix=f"Set {variable}={os.pathsep.join(parts)}.",
+            )
+    return paths

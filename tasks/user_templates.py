@@ -14,8 +14,8 @@ from t0repro.tasks.user_files import TEMPLATES_VARIABLE, template_files
 
 if not template_files():
     raise UserError(
-        f"{TEMPLATES_VARIABLE} names no file that exists: there are no prompts to register.",
-        fix="Set it to a file in promptsource's YAML format.",
+        f"{TEMPLATES_VARIABLE} is not set, so there are no prompts to register.",
+        fix=f"Set {TEMPLATES_VARIABLE} to the file of your prompts, in promptsource's YAML format.",
     )
 for _file in template_files():
     register_templates(_file)

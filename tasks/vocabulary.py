@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from t0repro import storage
-from t0repro.errors import UserError
+from t0repro.errors import UserError, similar_names
 from t0repro.progress import say
 from t0repro.storage import access, is_address, scheme_of, write_atomically
+from t0repro.tasks.user_files import check_home
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
@@ -177,10 +178,11 @@ def named_vocabulary(address: str | os.PathLike[str] | None) -> VocabularyFile:
         return default_vocabulary()
     path = storage.local_path(address)
     if path != BYTES and not is_address(path) and not Path(path).is_file():
-        _refuse_folder(path)
+        where = "--vocab, or vocabulary in Python"
+        _refuse_other_paths(path, where)
         raise UserError(
             f"There is no vocabulary {path}.",
-            where="--vocab, or vocabulary in Python",
+            where=where,
             fix="Give the path of a SentencePiece model file, such as spiece.model.",
         )
     return VocabularyFile(path, _given_sentinels())
@@ -478,8 +480,10 @@ def local_copy(address: str) -> str:
     """
     if not is_address(address):
         if not Path(address).is_file():
-            _refuse_folder(address)
-            raise UserError("The vocabulary is missing.", where=address, fix=_advice(address))
+            given = os.environ.get(VOCABULARY_VARIABLE)
+            where = f"{VOCABULARY_VARIABLE}={given}" if given == address else address
+            _refuse_other_paths(address, where)
+            raise UserError("The vocabulary is missing.", where=where, fix=_advice(address))
         return address
     copy = _cached(address)
     if not copy.is_file():
@@ -490,14 +494,21 @@ def local_copy(address: str) -> str:
     return str(copy)
 
 
-def _refuse_folder(path: str) -> None:
-    """Raises UserError if a path names the folder of a vocabulary instead of its file."""
+def _refuse_other_paths(path: str, where: str) -> None:
+    """Raises UserError if a path is a folder, `bytes` misspelt, or begins with the shell's `~`."""
+    check_home(path, where)
+    if similar_names(path.lower(), [BYTES]):
+        raise UserError(
+            f"There is no vocabulary {path}.",
+            where=where,
+            fix=f"ByT5's vocabulary, which has no file, is called {BYTES}.",
+        )
     if not Path(path).is_dir():
         return
     models = sorted(Path(path).glob("*.model"))
     raise UserError(
-        "The vocabulary is a folder.",
-        where=path,
+        f"The vocabulary {path} is a folder.",
+        where=where,
         fix=f"Name the SentencePiece model in it, {models[0]}."
         if models
         else "Name a SentencePiece model, a file such as spiece.model; the folder has none.",

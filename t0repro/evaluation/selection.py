@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from t0repro import storage
 from t0repro.data.checks import (
     check_readable,
     check_same_tasks,
@@ -27,7 +28,7 @@ from t0repro.tasks.registry import (
 )
 from t0repro.tasks.task import SCORE_EVAL_SUFFIX
 from t0repro.tasks.templates import SEPARATOR
-from t0repro.tasks.vocabulary import VOCABULARY_VARIABLE, check_rows, shown
+from t0repro.tasks.vocabulary import VOCABULARY_VARIABLE, check_rows, is_here, shown
 from t0repro.words import some
 
 MODES = ("rank", "generate")
@@ -235,7 +236,18 @@ def check_fits(vocabulary: Any, checkpoint: Checkpoint) -> None:
     from t0repro.converters.own_tokenizer import PIECES, check_own_tokenizer
 
     rows = checkpoint.model.config.vocab_size
-    check_rows(vocabulary, rows, checkpoint.path, _FIX)
+    try:
+        check_rows(vocabulary, rows, checkpoint.path, _FIX)
+    except UserError as error:
+        beside = (storage.join(folder, PIECES) for folder in checkpoint.folders)
+        own = next(filter(storage.is_file, beside), None)
+        if own is None or is_here(vocabulary):
+            raise
+        fix = (
+            f"Take the checkpoint's own: {VOCABULARY_VARIABLE}={own}, or in Python"
+            f" vocabulary={own!r}."
+        )
+        raise UserError(error.what, where=error.where, fix=fix) from error
     padded = padded_rows(vocabulary.vocab_size)
     if not check_own_tokenizer(checkpoint.folders, vocabulary) and rows > padded:
         raise UserError(

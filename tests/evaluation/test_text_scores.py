@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import flax.traverse_util
 import jax
@@ -111,6 +112,18 @@ def test_another_vocabulary_than_the_checkpoints_is_refused(checkpoint):
     small = dataclasses.replace(checkpoint, model=tiny.model())
     with pytest.raises(UserError, match="has 1,[0-9]{3} pieces, the model's embedding 128 rows"):
         t0repro.score(small, TEXTS, ["a"], vocabulary=VOCABULARY)
+
+
+def test_a_vocabulary_that_is_not_here_is_answered_with_the_checkpoints_own(
+    checkpoint, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("T0REPRO_VOCAB", str(tmp_path / "absent.model"))
+    of_folder = dataclasses.replace(checkpoint, folders=(str(tmp_path),))
+    with pytest.raises(UserError, match="is missing(.|\n)*Set T0REPRO_VOCAB to a copy of T5's"):
+        t0repro.score(of_folder, TEXTS, ["a"])
+    own = shutil.copy(VOCABULARY, tmp_path / "spiece.model")
+    with pytest.raises(UserError, match=f"T0REPRO_VOCAB={own}, or in Python vocabulary='{own}'"):
+        t0repro.score(of_folder, TEXTS, ["a"])
 
 
 def save(folder, step: int, seed: int) -> None:

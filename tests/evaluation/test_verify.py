@@ -62,7 +62,8 @@ def test_a_report_of_tasks_that_nobody_registered_asks_for_their_module(
     copied, prompts, monkeypatch
 ):
     monkeypatch.setattr(runs_verify, "registered_tasks", list)
-    with pytest.raises(UserError, match=r"not registered: demo_(.|\n)*--module_import MODULE"):
+    fix = "--module_import MODULE, or set T0REPRO_TEMPLATES"
+    with pytest.raises(UserError, match=f"not registered: demo_(.|\n)*{fix}"):
         found(copied, prompts)
 
 

@@ -205,7 +205,11 @@ def test_a_row_without_a_label_is_no_example_rather_than_the_last_choice(jinja, 
             "1.0, which is not an int; write it with the",
         ),
         ("{{answer_choices[label]}}", {"label": "1"}, "the index is '1', which is text; write it"),
-        ("{{answer_choices[label]}}", {"label": "yes"}, "which is text; print it as the target"),
+        (
+            "{{answer_choices[label]}}",
+            {"label": "yes"},
+            r"which is text; make the labels 0, 1, .*as the target, such as `\|\|\| {{label}}`",
+        ),
     ],
 )
 def test_a_computed_index_takes_no_item_from_the_end(jinja, row, message):

@@ -24,6 +24,7 @@ from t0repro.tasks.registry import prompted_mixtures, task_descriptions
 from t0repro.tasks.template_files import read_template_file
 from t0repro.tasks.template_registration import register_templates
 from t0repro.tasks.templates import Drop
+from t0repro.tasks.user_files import data_folders, template_files
 
 from ..helpers import commands
 from ..runs.tiny_gin import MODEL, SIZES
@@ -463,7 +464,7 @@ def test_the_module_without_its_variable_says_which(data):
         text=True,
         env={key: value for key, value in os.environ.items() if key != "T0REPRO_TEMPLATES"},
     )
-    assert ended.returncode != 0 and "T0REPRO_TEMPLATES names no file" in ended.stderr
+    assert ended.returncode != 0 and "T0REPRO_TEMPLATES is not set" in ended.stderr
 
 
 def command(name: str, *arguments: str, cwd: Path, templates: Path) -> str:
@@ -557,6 +558,26 @@ def test_of_several_data_folders_the_first_that_has_a_split_is_read(
     monkeypatch.setenv("T0REPRO_DATA_DIR", f"{data}:{tmp_path / 'nowhere'}")
     with pytest.raises(UserError, match="nowhere does not exist"):
         find_reader(None, "my_reviews", None, "train")
+
+
+@pytest.mark.parametrize(
+    ("variable", "read"),
+    [("T0REPRO_DATA_DIR", data_folders), ("T0REPRO_TEMPLATES", template_files)],
+)
+def test_a_home_and_commas_in_a_variable_are_answered_with_what_to_write(
+    variable, read, tmp_path, monkeypatch
+):
+    paths = [str(tmp_path / name) for name in ("a", "b")]
+    for path in paths:
+        Path(path).mkdir()
+    monkeypatch.setenv(variable, ",".join(paths))
+    with pytest.raises(UserError, match=f"colons(.|\n)*{variable}={':'.join(paths)}"):
+        read()
+    monkeypatch.setenv(variable, f"{paths[0]}:~/my_data")
+    with pytest.raises(UserError, match=f"expand the ~ of '~/my_data'(.|\n)*{variable}"):
+        read()
+    monkeypatch.setenv(variable, ":".join(paths))
+    assert [*map(str, read())] == paths
 
 
 def test_a_mixture_inside_a_mixture_has_seqios_rates(data, tmp_path, forget):

@@ -233,7 +233,7 @@ def test_a_missing_file_says_how_to_get_it(tmp_path, monkeypatch):
         monkeypatch.setenv("T0REPRO_VOCAB", absent)
         with pytest.raises(UserError, match="Set T0REPRO_VOCAB to a copy of T5's") as error:
             read()
-        assert error.value.where == absent
+        assert error.value.where == f"T0REPRO_VOCAB={absent}"
         # Another vocabulary than T5's, which T5's would not replace.
         monkeypatch.setenv("T0REPRO_VOCAB", str(VOCABULARY))
         with pytest.raises(UserError) as error:
@@ -250,6 +250,24 @@ def test_a_folder_is_answered_with_the_file_in_it(tmp_path, monkeypatch):
         with pytest.raises(UserError, match=f"in it, {tmp_path}/spiece.model"):
             read()
         (tmp_path / "spiece.model").unlink()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("byte", "There is no vocabulary byte(.|\n)*is called bytes"),
+        ("Bytes", "is called bytes"),
+        ("~/spiece.model", r"did not expand the ~(.|\n)*\$HOME"),
+        ("absent.model", "T0REPRO_VOCAB=absent.model|no vocabulary absent.model"),
+    ],
+)
+def test_a_name_that_is_no_path_is_answered_with_what_was_meant(given, message, monkeypatch):
+    monkeypatch.setenv("T0REPRO_VOCAB", given)
+    with pytest.raises(UserError, match=message) as error:
+        default_vocabulary().processor()
+    assert error.value.where == f"T0REPRO_VOCAB={given}"
+    with pytest.raises(UserError, match=message):
+        named_vocabulary(given)
 
 
 def test_a_path_may_begin_with_file(monkeypatch):
