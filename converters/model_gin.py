@@ -284,7 +284,7 @@ def read_gin(path: str | os.PathLike[str]) -> str:
       UserError: If the file cannot be read.
     """
     try:
-        return Path(path).read_text()
+        return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, error) from None
 
@@ -324,5 +324,7 @@ def _read_bindings(text: str, path: str | os.PathLike[str]) -> tuple[Bindings, l
         raise UserError(
             f"The file is not a gin file: {error}",
             where=getattr(error, "filename", None) or str(path),
-            fix="Correct it there.",
+            fix="Save it as UTF-8 without a byte order mark (BOM)."
+            if text.startswith("\ufeff")
+            else "Correct it there.",
         ) from None

@@ -23,7 +23,7 @@ def read_lines(path: str, binding: str) -> list[str]:
       binding: the gin binding that names it, for messages.
 
     Raises:
-      UserError: if there is no such file or it has no lines.
+      UserError: if there is no such file, it is not UTF-8, or it has no lines.
     """
     from etils import epath
 
@@ -32,6 +32,12 @@ def read_lines(path: str, binding: str) -> list[str]:
     except (FileNotFoundError, IsADirectoryError) as error:
         raise UserError(
             f"There is no file {path}.", where=binding, fix="Bind it to a text file."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is not UTF-8: {error.reason} at byte {error.start}.",
+            where=binding,
+            fix="Save it as UTF-8; unpack it if it is packed.",
         ) from error
     # As Mesh TensorFlow splits: an empty last line is dropped, empty ones before it count.
     lines = [line.rstrip() for line in text.removesuffix("\n").split("\n")] if text else []

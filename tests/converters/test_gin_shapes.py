@@ -107,6 +107,11 @@ def test_a_file_that_is_no_gin_is_told(tiny_family, gin_file):
         check_gin_file(gin_file(json.dumps({"d_model": 128})), tiny_family)
 
 
+def test_a_byte_order_mark_is_named(tiny_family, gin_file):
+    with pytest.raises(UserError, match="byte order mark"):
+        check_gin_file(gin_file("\ufeffd_model = 128\n"), tiny_family)
+
+
 def test_a_gin_file_that_is_not_there_is_told(tiny_checkpoint, tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
         convert(tiny_checkpoint, tmp_path / "out", "jax", gin_file=tmp_path / "absent.gin")

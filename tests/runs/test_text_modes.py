@@ -22,6 +22,15 @@ def test_lines_lose_trailing_space_and_one_empty_line_at_the_end(tmp_path):
     assert text_files.read_lines(str(path), "x") == ["a"]
 
 
+@pytest.mark.parametrize("content", ["caf\xe9".encode("latin-1"), "a".encode("utf-16")])
+def test_lines_that_are_not_utf_8_are_named(tmp_path, content):
+    path = tmp_path / "lines"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=f"{path} is not UTF-8: .* at byte") as caught:
+        text_files.read_lines(str(path), "decode_from_file.input_filename")
+    assert caught.value.where == "decode_from_file.input_filename"
+
+
 def test_each_line_is_decoded_as_often_as_it_is_to_be(tmp_path):
     path = tmp_path / "lines"
     path.write_text("a\nb\n")
