@@ -36,9 +36,7 @@ from t0repro.tasks.registry import (
     registered_tasks,
 )
 from t0repro.tasks.source import PromptedRows
-from t0repro.tasks.vocabulary import (
-    check_ids,
-)
+from t0repro.tasks.vocabulary import check_ids
 from t0repro.words import counted, shortened, some
 
 _NAMES_SHOWN = 5

@@ -27,12 +27,7 @@ from t0repro.training.optimizers import make_optimizer
 from t0repro.training.schedules import make_schedule
 from t0repro.training.t5_model import T5Model
 from t0repro.training.token_losses import cross_entropy
-from t0repro.training.train_state import (
-    TrainState,
-    from_flat_tree,
-    state_shapes,
-    to_flat_tree,
-)
+from t0repro.training.train_state import TrainState, from_flat_tree, state_shapes, to_flat_tree
 from t0repro.training.train_step import loss_and_gradients, make_train_step, stack_builtin_state
 
 Arrays = Mapping[str, np.ndarray]

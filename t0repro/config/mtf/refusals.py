@@ -24,12 +24,7 @@ from t0repro.config.mtf.arguments import DECODER_ONLY, TOWERS, Arguments, full_n
 from t0repro.config.mtf.optimizer import OPTIMIZERS, SCHEDULES
 from t0repro.config.optimizer import SCHEDULE_RANGES
 from t0repro.config.run import MeshEvalRun, TextRun, TrainRun
-from t0repro.config.settings import (
-    arguments_of,
-    describe_type,
-    fits,
-    list_parts,
-)
+from t0repro.config.settings import arguments_of, describe_type, fits, list_parts
 from t0repro.errors import UserError, nearest_names
 
 # Arguments whose defaults do not show that they are lists or functions.

@@ -24,13 +24,7 @@ from typing import Any
 import gin
 from t0repro.config.gin import door
 from t0repro.config.run import UserClass
-from t0repro.config.t5x.arguments import (
-    DECODER_ONLY,
-    MODULES,
-    REQUIRED,
-    Parameter,
-    parameters_of,
-)
+from t0repro.config.t5x.arguments import DECODER_ONLY, MODULES, REQUIRED, Parameter, parameters_of
 from t0repro.config.t5x.calls import Call
 from t0repro.errors import UserError, nearest_names
 
