@@ -7,6 +7,10 @@
 # Writes into runs/topics and runs/news in the current folder. A second start continues where the first stopped.
 # Further arguments go to both training runs, such as --gin.TRAIN_STEPS=200.
 set -euo pipefail
+if [[ " $* " == *" --help "* ]]; then
+  sed -n '/^#!/d; s/^# \{0,1\}//p; /^set /q' "${BASH_SOURCE[0]}"
+  exit
+fi
 : "${T0REPRO_DATA_DIR:?the folder of datasets, <dataset>/<subset>/<split>.jsonl}"
 : "${T0REPRO_VOCAB:?a copy of the T5 sentencepiece.model}"
 files=t5x/examples/t5/t5_1_1/examples/topics

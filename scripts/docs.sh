@@ -3,6 +3,10 @@
 #   bash scripts/docs.sh [DIR]                            # default: site/
 #   python -m http.server --bind 127.0.0.1 -d site 8000   # shows it; from the disk, search does not work
 set -euo pipefail
+if [[ " $* " == *" --help "* ]]; then
+  sed -n '/^#!/d; s/^# \{0,1\}//p; /^set /q' "${BASH_SOURCE[0]}"
+  exit
+fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PATH="$PWD/.venv/bin:$PATH" NO_MKDOCS_2_WARNING=1
 out=${1:-site}

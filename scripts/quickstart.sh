@@ -15,6 +15,10 @@
 # remove the folder to start over. Further arguments go to both training commands, such as
 # --gin_param="run.batch_size = 16".
 set -euo pipefail
+if [[ " $* " == *" --help "* ]]; then
+  sed -n '/^#!/d; s/^# \{0,1\}//p; /^set /q' "${BASH_SOURCE[0]}"
+  exit
+fi
 # Paths are relative to the folder from which the script is called.
 for path in T0REPRO_DATA_DIR T0REPRO_VOCAB RUN_DIR; do
   if [[ -n ${!path:-} ]]; then export "$path=$(realpath -m -- "${!path}")"; fi

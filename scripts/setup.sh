@@ -7,6 +7,10 @@
 #   EXTRAS=hf,s3 bash scripts/setup.sh          # the package's extras too
 # The tier and the extras stay until TIER= or EXTRAS= is given again.
 set -euo pipefail
+if [[ " $* " == *" --help "* ]]; then
+  sed -n '/^#!/d; s/^# \{0,1\}//p; /^set /q' "${BASH_SOURCE[0]}"
+  exit
+fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 venv=.venv
@@ -54,9 +58,18 @@ find_python() {
   exit 2
 }
 
-# ---- Nothing to do when the locks, the package's metadata and the extras are those installed ------------
+# ---- The extras, which setup.py names -------------------------------------------------------------------
 if [[ -z ${EXTRAS+given} && -f $kept_extras ]]; then EXTRAS=$(<"$kept_extras"); fi
 EXTRAS=${EXTRAS:-}
+known=$(sed -n '/extras_require/,$s/^        "\([a-z0-9-]*\)": .*/\1/p' setup.py | tr '\n' ' ')
+for extra in ${EXTRAS//,/ }; do
+  if [[ " $known" != *" $extra "* ]]; then
+    echo "setup: there is no extra '$extra'; EXTRAS is one or more of ${known% }, separated by commas" >&2
+    exit 2
+  fi
+done
+
+# ---- Nothing to do when the locks, the package's metadata and the extras are those installed ------------
 wanted="$(cat "${locks[@]}" setup.py pyproject.toml scripts/setup.sh | cksum) extras:$EXTRAS ${PYTHON:-} $PWD"
 if [[ -x $venv/bin/python && -f $stamp && "$(<"$stamp")" == "$wanted" ]]; then
   say ".venv is up to date with the $TIER tier"

@@ -11,6 +11,10 @@
 # training runs. The last command prints and draws the results. It fails unless accuracy on held-out prompts is
 # clearly above both chance and the most frequent answer.
 set -euo pipefail
+if [[ " $* " == *" --help "* ]]; then
+  sed -n '/^#!/d; s/^# \{0,1\}//p; /^set /q' "${BASH_SOURCE[0]}"
+  exit
+fi
 here=$(cd "$(dirname "$0")" && pwd)
 : "${T0REPRO_DATA_DIR:?the folder of datasets, <dataset>/<subset>/<split>.jsonl}"
 files=t5x/examples/t5/t5_1_1/examples/small_texts

@@ -9,6 +9,10 @@
 #   bash scripts/test.sh -m slow           # those that take more than a minute each
 #   bash scripts/test.sh -m hardlife       # kills, full disks, power loss, remote stores: nightly
 set -euo pipefail
+if [[ " $* " == *" --help "* ]]; then
+  sed -n '/^#!/d; s/^# \{0,1\}//p; /^set /q' "${BASH_SOURCE[0]}"
+  exit
+fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 TIER=tests bash scripts/setup.sh
 export PATH="$PWD/.venv/bin:$PATH"

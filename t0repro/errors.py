@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Iterable
 from types import FrameType
+from typing import Any, get_args
 
 from t0repro.words import as_reader_knows, without_passwords
 
@@ -77,6 +78,13 @@ def needs_reference_tier(why: str) -> UserError:
     """
     what = "This needs SeqIO and TensorFlow, which are not installed"
     return UserError(f"{what}: {why}.", fix=INSTALL_REFERENCE)
+
+
+def check_choice(value: object, kind: Any, where: str) -> None:
+    """Raises UserError unless a value is one of a Literal type's, for callers without a checker."""
+    if value not in get_args(kind):
+        among = ", ".join(map(repr, get_args(kind)))
+        raise UserError(f"{where} is {value!r}; it must be one of {among}.", where=where)
 
 
 def similar_names(name: str, known: Iterable[str], count: int = 5) -> list[str]:

@@ -338,7 +338,11 @@ class HubRepository(RemoteFiles):
                 f"Accept its authors' terms at {HUB}/{self._prefix}{name}, and set HF_TOKEN to a"
                 f" token of your account{' (the one that is set is refused)' if token else ''}."
             )
-        if kind == "datasets":
+        # Not every command that reads the hub has --base_url.
+        self.unreachable_fix = "This command needs the network; HF_ENDPOINT names a mirror."
+        if kind == "models":
+            self.unreachable_fix += " Or copy the checkpoint from a machine that has it."
+        else:
             self.unreachable_fix += (
                 " Without either, copy the tasks' folders from a machine that has them, or make"
                 " them from the datasets: seqio_cache_tasks --module_import=t0repro.tasks.t0."

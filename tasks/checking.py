@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from t0repro.errors import UserError
+from t0repro.storage import is_address
 from t0repro.tasks.catalog import label
 from t0repro.tasks.prompt_environment import UndefinedVariable
 from t0repro.tasks.registry import find_task, registered_tasks, task_descriptions, tasks_of_mixture
@@ -17,7 +18,7 @@ from t0repro.tasks.showing import LENGTHS, ROWS_LOOKED_AT
 from t0repro.tasks.source import PromptedRows
 from t0repro.tasks.task import ADDS_EOS, SCORE_EVAL_SUFFIX, TaskDescription
 from t0repro.tasks.templates import SEPARATOR, Drop, Rendering
-from t0repro.tasks.vocabulary import VocabularyFile, check_ids, is_here
+from t0repro.tasks.vocabulary import VocabularyFile, address_of, check_ids, is_here
 from t0repro.words import counted, shortened
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def _count_cut(
     vocabulary: VocabularyFile | seqio.Vocabulary, seen: Sequence[_Seen]
 ) -> dict[str, int]:
     # A check of prompts must not wait for a download.
-    if not is_here(vocabulary):
+    if not is_here(vocabulary) and is_address(address_of(vocabulary) or ""):
         return {}
     check_ids(vocabulary)
     tokenizer: Any = (

@@ -111,6 +111,15 @@ def test_a_python_that_tensorflow_has_no_wheels_for_is_passed_over_but_for_the_c
     assert "there is no tier 'jax'; TIER is core, reference or tests" in refused(str(old), "jax")
 
 
+def test_an_extra_that_does_not_exist_is_refused_and_help_installs_nothing(checkout):
+    done = setup(checkout, EXTRAS="s3,browser")
+    assert done.returncode == 2 and not (checkout / ".venv").exists()
+    assert "there is no extra 'browser'; EXTRAS is one or more of jax gpu tpu" in done.stderr
+    for script in (ROOT / "scripts").glob("*.sh"):
+        shown = subprocess.run(["bash", script, "--help"], capture_output=True, text=True)
+        assert shown.returncode == 0 and script.name in shown.stdout, script
+
+
 def make_wheel(folder: Path) -> Path:
     """An empty package for Pythons before 3.8, which is what promptsource says of itself."""
     file = folder / "old_thing-1.0-py3-none-any.whl"

@@ -233,6 +233,14 @@ def _was_interrupted(error: BaseException | None) -> bool:
 _WRAPPED = re.compile(r"UserError: (.*?)(?=\n+Traceback|\n\n|\Z)", re.DOTALL)
 
 
+def _is_missing_device(error: BaseException) -> bool:
+    """Whether JAX cannot start what JAX_PLATFORMS names."""
+    if isinstance(error, AssertionError):  # what it says where a platform has no device
+        frames = traceback.extract_tb(error.__traceback__)
+        return bool(frames) and Path(frames[-1].filename).name == "xla_bridge.py"
+    return isinstance(error, RuntimeError) and str(error).startswith("Unable to initialize backend")
+
+
 def find_user_error(error: BaseException | None) -> str | None:
     """The message for the user about an exception; None if it is neither a mistake nor the disk.
 
@@ -248,6 +256,16 @@ def find_user_error(error: BaseException | None) -> str | None:
             if package in _NOT_INSTALLED:
                 what = f"This needs {package}, which is not installed."
                 return str(UserError(what, fix=_NOT_INSTALLED[package]))
+        if _is_missing_device(cause):
+            return str(
+                UserError(
+                    f"JAX finds no {os.environ.get('JAX_PLATFORMS') or 'device'} here"
+                    + (f": {cause}." if str(cause) else "."),
+                    where="JAX_PLATFORMS",
+                    fix="Unset it, and JAX takes what there is; for a GPU or TPU run"
+                    " EXTRAS=gpu bash scripts/setup.sh, or EXTRAS=tpu, once.",
+                )
+            )
         wrapped = _WRAPPED.search(str(cause))
         if wrapped:
             return wrapped.group(1).strip()

@@ -22,4 +22,11 @@ def _run(command: str, module: str, function: str) -> None:
     except KeyboardInterrupt:  # later ones are the gate's, whose own import takes half of this time
         print(f"\n{command}: interrupted.\n  fix: Start the same command again.", file=sys.stderr)
         sys.exit(130)
+    except ModuleNotFoundError as missing:  # of another Python than the one that setup.sh prepared
+        print(
+            f"{command}: {sys.executable} has no package {missing.name}.\n  fix: Use the"
+            " environment: bash scripts/setup.sh makes it, source .venv/bin/activate enters it.",
+            file=sys.stderr,
+        )
+        sys.exit(2)
     run()

@@ -121,11 +121,15 @@ def _check_flags(options: Any) -> None:
     if options.vocab:
         named_vocabulary(options.vocab)
     check_modules(options.module_import or ())
-    if options.mode and not options.use_model_api:
+    if options.use_model_api:
+        return
+    for name in (name for name, flag in _model_api_flags().items() if flag.present):
+        binding = _RUN_BINDINGS.get(name)
+        in_gin = f', or bind it in gin: --gin_param="{binding} = ..."' if binding else ""
         raise UserError(
-            "--mode is a flag of the Model API.",
-            where="--mode",
-            fix='Add --use_model_api, or bind it in gin: --gin_param="run.mode = ...".',
+            f"--{name} is a flag of the Model API, without which it has no effect.",
+            where=f"--{name}",
+            fix=f"Add --use_model_api{in_gin}.",
         )
 
 
@@ -529,6 +533,21 @@ _HEADINGS = {
     "Auxiliary jobs": tuple(field.name for field in dataclasses.fields(AuxiliaryOptions)),
     "TPUs": ("tpu", "gcp_project", "tpu_zone", "tpu_job_name"),
 }  # fmt: skip
+# What binds the same as a flag of the Model API.
+_RUN_BINDINGS = {
+    "mode": "run.mode",
+    "train_steps": "run.train_steps",
+    "batch_size": "run.batch_size",
+    "mixture_or_task": "MIXTURE_NAME",
+    "pretrained_model_dir": "run.init_checkpoint",
+    "eval_split": "run.dataset_split",
+    "tpu_topology": "tpu_mesh_shape.tpu_topology",
+    "model_parallelism": "tpu_mesh_shape.model_parallelism",
+    "input_file": "input_filename",
+    "output_file": "output_filename",
+    "beam_size": "Bitransformer.decode.beam_size",
+    "temperature": "Bitransformer.decode.temperature",
+}
 # Replaces t5's terse help for common flags, and what Click shows beside a kind of value.
 _WORDS = {
     "gin_file": "A gin file of t5, of this project or of --gin_location_prefix; repeatable.",
@@ -560,13 +579,20 @@ def _parse_flags(arguments: Sequence[str]) -> list[str]:
 
 def _help() -> str:
     """The page of --help; --helpfull is absl's, with the flags of every library."""
-    known = {flag.name: flag for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0])}
     sections = {
-        heading: [_record(known.pop(name)) for name in names]
+        heading: [_record(flags.FLAGS[name]) for name in names]
         for heading, names in _HEADINGS.items()
     }
-    sections["The Model API"] = [_record(known.pop("use_model_api")), *map(_record, known.values())]
+    of_model_api = [flags.FLAGS["use_model_api"], *_model_api_flags().values()]
+    sections["The Model API"] = list(map(_record, of_model_api))
     return help_page("t5_mesh_transformer", _TEXT, sections)
+
+
+def _model_api_flags() -> dict[str, Any]:
+    """t5's flags that have an effect only with --use_model_api, by name."""
+    of_run = {name for names in _HEADINGS.values() for name in names} | {"use_model_api"}
+    known = flags.FLAGS.get_key_flags_for_module(sys.argv[0])
+    return {flag.name: flag for flag in known if flag.name not in of_run}
 
 
 def _record(flag: Any) -> tuple[str, str]:

@@ -269,7 +269,7 @@ def _in_words(value: Any) -> str:
 
 def _find_unclaimed(out: Path) -> str | None:
     """The name of another program's evaluation in the folder, if there is one."""
-    files = (*out.glob("*_eval*/*_targets"), *out.glob("report.json"))
+    files = (*out.glob("*_eval*/*_targets"), *out.glob("report.*"))
     return next((str(path.relative_to(out).parts[0]) for path in sorted(files)), None)
 
 

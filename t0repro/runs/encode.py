@@ -13,7 +13,7 @@ import numpy as np
 from t0repro.config.model import DType
 from t0repro.converters.own_tokenizer import check_own_tokenizer, own_vocabulary
 from t0repro.converters.sources import find_checkpoint
-from t0repro.errors import UserError
+from t0repro.errors import UserError, check_choice
 from t0repro.evaluation.encoding import Pool, encode_ids
 from t0repro.evaluation.opened import Checkpoint, encoder_shape, open_cached, open_encoder
 from t0repro.progress import say
@@ -61,6 +61,8 @@ def encode(
         or a row is empty, too long, or has an id that the embedding lacks.
     """
     limits = Limits(length, too_long)
+    check_choice(pool or "mean", Pool, "pool")
+    check_choice(dtype or "float32", DType, "dtype")
     if isinstance(texts_or_ids, str):
         raise UserError("The texts are a single string.", where="encode", fix="Give a list.")
     if isinstance(model, Checkpoint):
@@ -97,6 +99,7 @@ class Limits:
     def __post_init__(self) -> None:
         if self.length is not None and self.length < 1:
             raise UserError(f"length is {self.length}; it must be at least 1.", where="length")
+        check_choice(self.too_long, TooLong, "too_long")
 
 
 class Tokenizer:

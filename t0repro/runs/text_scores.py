@@ -10,12 +10,12 @@ score_from_strings, save_scores, write_lines_to_file).
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from t0repro.config.model import DType
-from t0repro.errors import UserError
+from t0repro.errors import UserError, check_choice
 from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.opened import (
     Checkpoint,
@@ -63,6 +63,7 @@ def score(
         input has no choice, a text is not a string, a length is below 1, or the adapter was trained
         on another base.
     """
+    check_choice(activation, DType, "activation")
     of_each = _of_each(inputs, choices)
     _check_lengths(lengths)
     named = isinstance(vocabulary, VocabularyFile)
@@ -97,9 +98,11 @@ def _of_each(
             fix="Give lists of strings.",
         )
     # A sequence of texts serves every input; a sequence of sequences has one for each.
-    shared = [choice for choice in choices if isinstance(choice, str)]
-    of_each = [shared] * len(inputs) if shared else [list(each) for each in choices]
-    if len(of_each) != len(inputs) or not all(of_each) or 0 < len(shared) < len(choices):
+    single = [
+        each for each in choices if isinstance(each, str | bytes) or not isinstance(each, Iterable)
+    ]
+    of_each = [single] * len(inputs) if single else [list(each) for each in choices]
+    if len(of_each) != len(inputs) or not all(of_each) or 0 < len(single) < len(choices):
         raise UserError(
             f"{len(inputs)} inputs, but choices for {len(choices)}.",
             where="score",

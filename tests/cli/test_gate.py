@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -244,6 +245,26 @@ def test_a_package_that_an_installation_leaves_out_is_named_with_how_to_get_it()
         "it: This needs seqio, which is not installed.\n  fix: Install the reference tier:"
         " TIER=reference bash scripts/setup.sh, in a checkout. docs/tiers.md lists what needs it.\n"
     )
+
+
+@pytest.mark.parametrize("platform", ["cuda", "gpu", "nonsense"])
+def test_a_device_that_jax_does_not_find_is_named_with_what_to_do(platform):
+    ended = run_program(f"os.environ['JAX_PLATFORMS'] = '{platform}'\nimport jax\njax.devices()")
+    assert ended.returncode == 2
+    assert f"it: JAX finds no {platform} here" in ended.stderr
+    assert "  where: JAX_PLATFORMS\n  fix: Unset it" in ended.stderr
+
+
+@pytest.mark.parametrize("command", ["t0repro", "t5_mesh_transformer"])
+def test_a_python_without_the_packages_is_named_with_the_environment(command):
+    """As /usr/bin/python3 -m t0repro in a checkout."""
+    code = f"from t0repro.cli import start; start.{command}()"
+    # -S: without site-packages.
+    line = [sys.executable, "-S", "-c", code]
+    ended = subprocess.run(line, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"{command}: {sys.executable} has no package ")
+    assert "source .venv/bin/activate" in ended.stderr and ended.stderr.count("\n") == 2
 
 
 @pytest.mark.parametrize("command", ["t0repro", "t5_mesh_transformer"])

@@ -235,6 +235,13 @@ def test_show_works_without_the_vocabulary(run, own, monkeypatch, tmp_path):
     assert code == 0 and "No token counts" in out and "absent.model" in out and "Fine." in out
 
 
+def test_check_refuses_a_vocabulary_that_is_named_and_not_there(run, own, monkeypatch, tmp_path):
+    prompts = own("no_words", [{"text": "Fine."}], say={"jinja": "Say it. ||| {{text}}"})
+    monkeypatch.setenv("T0REPRO_VOCAB", str(tmp_path / "absent.model"))
+    code, out, _ = run("check", "--templates", prompts, "--dataset", "no_words")
+    assert code == 1 and "broken: " in out and "absent.model" in out
+
+
 def test_show_answers_unknown_tasks_and_splits(run):
     code, _, err = run("show", "demo_synthetic_glue_mrpc_paraphrse", DEMO)
     assert code == 2 and "demo_synthetic_glue_mrpc_paraphrase" in err

@@ -92,6 +92,19 @@ def test_no_rows_give_no_arrays(model_dir):
 
 
 @pytest.mark.parametrize(
+    ("given", "among"),
+    [
+        ({"pool": "max"}, "'mean', 'first'"),
+        ({"too_long": "cut_it"}, "'cut', 'error'"),
+        ({"dtype": "float16"}, "'float32', 'bfloat16'"),
+    ],
+)
+def test_a_word_that_is_none_of_the_choices_is_refused(given, among, model_dir):
+    with pytest.raises(UserError, match=f"must be one of {among}"):
+        t0repro.encode(model_dir, [[5, 9]], **given)
+
+
+@pytest.mark.parametrize(
     ("row", "said"),
     [
         ([3, 1408], "1,408 rows, and the id 1408 is not one"),

@@ -88,6 +88,11 @@ def test_what_does_not_pair_is_refused(inputs, choices, checkpoint):
         t0repro.score(checkpoint, inputs, choices, vocabulary=VOCABULARY)
 
 
+def test_an_activation_that_is_no_dtype_is_refused(checkpoint):
+    with pytest.raises(UserError, match="activation is 'bf16'; it must be one of 'float32', 'bf"):
+        t0repro.score(checkpoint, TEXTS, ["a"], vocabulary=VOCABULARY, activation="bf16")
+
+
 @pytest.mark.parametrize(
     "lengths",
     [{"inputs": 8}, {}, *({"inputs": 8, "targets": n} for n in (0, -3, 2.5, "8", True, None))],
@@ -102,7 +107,7 @@ def test_what_is_not_text_is_refused_with_its_place(missing, checkpoint):
     for inputs, choices, place in (
         ([TEXTS[0], missing], ["a"], "Number 1 of the inputs is "),
         (TEXTS, [["a"], ["b", missing]], "Number 1 of the choices is "),
-        (TEXTS, ["a", missing], "choices"),
+        (TEXTS, ["a", missing], "Number 1 of the choices is "),
     ):
         with pytest.raises(UserError, match=place):
             t0repro.score(checkpoint, inputs, choices, vocabulary=VOCABULARY)

@@ -230,6 +230,7 @@ def test_both_backends_score_a_checkpoint_with_a_compressed_index_as_without(
         (["--gin_file=score_eval.gin"], "No checkpoint to evaluate"),
         (["--gin_param=run.init_checkpoint = 'no/model.ckpt-1'"], "no/model.ckpt-1"),
         (["--use_model_api"], "--use_model_api"),
+        (["--train_steps=3"], '--gin_param="run.train_steps = ..."'),
     ],
 )
 def test_bad_input_ends_with_a_message_and_exit_code_2_and_writes_nothing(
