@@ -41,6 +41,15 @@ from t0repro.words import as_reader_knows, shortened
 
 MAX_FLIPS = 200
 _INPUT_SHOWN = 600  # characters
+# What may differ between two evaluations of one prompt on the same rows, by its name in records.
+SETTINGS = {
+    "activation": "dtype of activations",
+    "lengths": "lengths",
+    "calibrated": "calibration",
+    "vocabulary": "vocabulary",
+    "rendering": "code that renders",
+    "code": "code that scores",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +188,7 @@ class RunComparison:
         second's.
       left_out: dataset -> which of its tasks have other prompts or rows in the two runs; these are
         not compared.
+      settings: setting -> the runs' values, for those that differ in some task that is compared.
     """
 
     label_a: str
@@ -194,6 +204,7 @@ class RunComparison:
     checkpoint_a: str | None
     checkpoint_b: str | None
     left_out: dict[str, str]
+    settings: dict[str, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
 
     @property
     def same_checkpoint(self) -> bool | None:
@@ -300,7 +311,7 @@ def compare_runs(
     classes = fixed_classes(prompts)
     ranked = {task: _ranked(scores_a[task], scores_b[task], classes.get(task)) for task in shared}
     step_a, step_b = scores_a[shared[0]].step, scores_b[shared[0]].step
-    records = read_records(a.eval_dir, step_a)
+    records, records_b = read_records(a.eval_dir, step_a), read_records(b.eval_dir, step_b)
     # The same rows in both, as just checked.
     ranked = {
         task: (with_rows(ours, records.get(task)), with_rows(theirs, records.get(task)))
@@ -326,6 +337,17 @@ def compare_runs(
         checkpoint_a=recorded_facts(a.eval_dir, step_a).get("checkpoint_hash") or None,
         checkpoint_b=recorded_facts(b.eval_dir, step_b).get("checkpoint_hash") or None,
         left_out=left_out,
+        settings={
+            name: (ours[name], theirs[name])
+            for ours, theirs in (
+                (records[task]["key"], records_b[task]["key"])
+                for task in shared
+                if task in records and task in records_b
+            )
+            for name in SETTINGS
+            # Another program's record may lack some.
+            if name in ours and name in theirs and ours[name] != theirs[name]
+        },
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from t0repro.reports.comparison import RunComparison, RunFacts
+from t0repro.reports.comparison import SETTINGS, RunComparison, RunFacts
 from t0repro.reports.history import History
 from t0repro.reports.losses import LossComparison, LossRow, thinned_losses
 from t0repro.reports.models import DatasetModels, Models
@@ -218,7 +218,7 @@ def scores_section(compared: RunComparison, title: str) -> Section:
 def scores_in_words(compared: RunComparison) -> list[str]:
     """Sentences: where predictions differ, the largest differences, tasks in one run only."""
     worst = compared.worst
-    lines = [checkpoints_in_words(compared)]
+    lines = [checkpoints_in_words(compared), *settings_in_words(compared)]
     if compared.alike is not None:
         alike, every = compared.alike, len(compared.alike) == len(compared.datasets)
         names = "any dataset" if every else ", ".join(alike)
@@ -265,6 +265,22 @@ def checkpoints_in_words(compared: RunComparison) -> str:
         f"The runs scored different checkpoints: {a} has the hash {compared.checkpoint_a}, {b}"
         f" {compared.checkpoint_b}."
     )
+
+
+def settings_in_words(compared: RunComparison) -> list[str]:
+    """A sentence: which settings of the two evaluations differ; none if they have the same."""
+    if not compared.settings:
+        return []
+    named = []
+    for name, values in compared.settings.items():
+        # Of vocabularies and code the records have digests.
+        is_digest = name in ("vocabulary", "rendering", "code")
+        a, b = map(str, values)
+        named.append(SETTINGS[name] if is_digest else f"{SETTINGS[name]} ({a} and {b})")
+    return [
+        f"The two evaluations differ in {', '.join(named)}: differences between their scores and"
+        " accuracies may be due to that."
+    ]
 
 
 def flips_section(compared: RunComparison) -> list[Section]:

@@ -13,7 +13,7 @@ from t0repro.cli.report import app
 from t0repro.errors import UserError
 from t0repro.evaluation.records import write_record
 from t0repro.reports.comparison import compare_runs, read_run_facts
-from t0repro.reports.comparison_page import comparison_page, history_page
+from t0repro.reports.comparison_page import comparison_page, history_page, settings_in_words
 from t0repro.reports.history import read_history
 from t0repro.reports.make_report import ReportOptions, make_report
 from t0repro.reports.models import compare_models
@@ -243,6 +243,22 @@ def test_tasks_of_other_prompts_or_rows_are_named_and_not_compared(tmp_path, cha
     write_records(b, **changes)
     with pytest.raises(UserError, match=f"different data: super_glue/rte: {what}"):
         compare(a, b, PROMPTS)
+
+
+def test_settings_in_which_two_evaluations_differ_are_named(tmp_path):
+    a, b = (write_run(tmp_path / name, 3) for name in "ab")
+    key = {"activation": "float32", "lengths": {"inputs": 1024}, "vocabulary": "1", "code": "2"}
+    write_records(a, key=key)
+    write_records(b, key=key)
+    assert compare(a, b).settings == {} and settings_in_words(compare(a, b)) == []
+    other = {"activation": "bfloat16", "lengths": {"inputs": 512}, "vocabulary": "3"}
+    write_records(b, tasks=TASKS[1:], key=key | other | {"calibrated": True})
+    (line,) = settings_in_words(compare(a, b))
+    assert line in render_html(comparison_page([compare(a, b)])).replace("&#39;", "'")
+    assert line.startswith(
+        "The two evaluations differ in dtype of activations (float32 and bfloat16), lengths"
+        " ({'inputs': 1024} and {'inputs': 512}), vocabulary: differences between"
+    )
 
 
 def test_without_records_other_inputs_are_noticed_and_caches_of_the_same_are_not(tmp_path):
