@@ -149,7 +149,9 @@ def _sample(
     """Generates tokens one by one until each row has its EOS or is `length` long."""
     rows = inputs.shape[0]
     fold_in = jax.vmap(jax.random.fold_in)
-    keys = fold_in(fold_in(jnp.broadcast_to(jax.random.key(0), rows), seeds[:, 0]), seeds[:, 1])
+    # Of other generators, such as rbg, several keys in one call draw numbers that depend on all.
+    key = jax.random.key(0, impl="threefry2x32")
+    keys = fold_in(fold_in(jnp.broadcast_to(key, rows), seeds[:, 0]), seeds[:, 1])
     reads, cache, first, last = _read(model, params, inputs, length)
 
     def more(carry: tuple[Any, ...]) -> jax.Array:

@@ -68,6 +68,14 @@ def test_an_output_is_the_same_in_any_order_company_and_batch_size(model, config
         assert [np.trim_zeros(row, "b").tolist() for row in other] != expected
 
 
+def test_what_is_sampled_does_not_depend_on_the_process_generator(params):
+    inputs = inputs_of(3, 9, 20, 9)
+    expected = generate_tokens(params, MODEL, inputs, SAMPLING, length=6)
+    with jax.default_prng_impl("rbg"):
+        found = generate_tokens(params, MODEL, inputs[:2], SAMPLING, length=6)
+    assert found == expected[:2]
+
+
 def test_equal_inputs_sample_outputs_of_their_own(params):
     (source,) = inputs_of(9)
     found = generate_tokens(params, MODEL, [source] * 5, SAMPLING, length=6)
