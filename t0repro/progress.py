@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import glob
@@ -17,6 +18,7 @@ from typing import TextIO
 from t0repro.words import as_reader_knows, counted, printable, without_passwords
 
 _SECONDS_BETWEEN_LINES = 5.0
+_SECONDS_OF_A_RATE = 30.0
 _SECONDS_BETWEEN_WAITING_LINES = 60.0
 
 # The functions that get the lines of `say`; the last one alone gets them.
@@ -180,15 +182,23 @@ def _line_printer(
     """Returns a function that counts and prints; `line` formats (done, rate, seconds left)."""
     done, started = 0, time.monotonic()
     last = started
+    # (time, done) of the last calls. A first item waits for what is compiled; first bytes do not.
+    recent = collections.deque([] if at_end else [(started, 0)])
 
     def advance(count: int) -> None:
         nonlocal done, last
         done += count
         now = time.monotonic()
+        if not recent:
+            last = now
+        recent.append((now, done))
+        while now - recent[0][0] > _SECONDS_OF_A_RATE and len(recent) > 2:
+            recent.popleft()
         # Done or due: the last line may come early, so that the total is always printed.
         if now - last >= _SECONDS_BETWEEN_LINES or (at_end and done == total):
             last = now
-            rate = done / max(now - started, 1e-9)
+            since, before = (started, 0) if done == total else recent[0]
+            rate = (done - before) / max(now - since, 1e-9)
             # If the total was too low (rows are estimated), the time left is 0, not negative.
             print_line(line(done, rate, max(total - done, 0) / max(rate, 1e-9)))
 

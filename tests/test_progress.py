@@ -24,8 +24,23 @@ def test_counts_say_now_and_then_how_fast_and_how_long_still(clock, capsys):
             advance(500)
     assert capsys.readouterr().err.splitlines() == [
         "scoring 3,000 pairs ...",
-        "scored 1,500 of 3,000 pairs, 250.0/s, about 6 s left",
+        "scored 2,000 of 3,000 pairs, 250.0/s, about 4 s left",
         "scored 3,000 of 3,000 pairs, 250.0/s, about 0 s left",
+    ]
+
+
+def test_the_time_left_is_by_the_last_half_minute_and_not_by_what_was_compiled(clock, capsys):
+    with progress.count_progress(5000, "scoring", "pair", "scored") as advance:
+        clock[0] += 60.0
+        for seconds in (0.0, 3.0, 3.0, 40.0, 6.0, 10.0):
+            clock[0] += seconds
+            advance(300)
+    assert capsys.readouterr().err.splitlines() == [
+        "scoring 5,000 pairs ...",
+        "scored 900 of 5,000 pairs, 100.0/s, about 41 s left",
+        "scored 1,200 of 5,000 pairs, 7.5/s, about 507 s left",
+        "scored 1,500 of 5,000 pairs, 50.0/s, about 70 s left",
+        "scored 1,800 of 5,000 pairs, 37.5/s, about 85 s left",
     ]
 
 
