@@ -135,6 +135,7 @@ def find_named_tasks(name: str, option: str) -> Sequence[DescribedTask | seqio.T
     try:
         return find_tasks(name)
     except KeyError as error:
+        _check_is_one(name, option)
         known = [*registered_mixtures(), *registered_tasks()]
         raise UserError(
             f"There is no mixture or task {name!r}.",
@@ -264,6 +265,7 @@ def tasks_of_mixture(name: str, option: str = "--mixture") -> Sequence[str]:
     """
     mixtures = registered_mixtures()
     if name not in mixtures:
+        _check_is_one(name, option)
         raise UserError(
             f"There is no mixture {name!r}.",
             where=option,
@@ -273,6 +275,16 @@ def tasks_of_mixture(name: str, option: str = "--mixture") -> Sequence[str]:
     if name not in prompted_mixtures():
         find_tasks(name)  # checks the vocabularies of what a user's module made
     return mixtures[name]
+
+
+def _check_is_one(name: str, option: str) -> None:
+    """Raises UserError for the names of several mixtures or tasks, separated by commas."""
+    if "," in name:
+        raise UserError(
+            f"{name!r} is several names, and one mixture or task is taken at a time.",
+            where=option,
+            fix="Give one at a time; an option that is repeatable is given again for each.",
+        )
 
 
 def _nearest(name: str, mixtures: Iterable[str]) -> str:

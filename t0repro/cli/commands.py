@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import itertools
+import re
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -46,15 +48,22 @@ class _Parsing:
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Reads the command line; names the options that may be meant by what it cannot take."""
+        given = list(args)  # the parser empties the list
         try:
             return super().parse_args(ctx, args)  # pyright: ignore[reportAttributeAccessIssue]
         except Exception as raised:  # typer's own copy of Click has no public name
             error: Any = raised
             options, message = _visible_options(self), str(getattr(error, "message", ""))
             if message.startswith("Got unexpected extra") and options:
-                error.message += f".{_name_takers(options)}"
+                error.message += f".{_quote_whole(given) or _name_takers(options)}"
             elif hasattr(error, "option_name") and hasattr(error, "possibilities"):
-                error.message += f". {_suggest(error.option_name, options)}"
+                named = [word for word in given if word in getattr(self, "commands", ())]
+                after = f"{ctx.command_path} {''.join(named[:1])} {error.option_name}"
+                error.message += (
+                    f". A command's options stand after its name: {after}."
+                    if named
+                    else f". {_suggest(error.option_name, options)}"
+                )
                 error.possibilities = None
             elif "Value error, " in message:  # how pydantic, which checks values, names its errors
                 error.message = message.replace("Value error, ", "", 1)
@@ -93,11 +102,12 @@ class Group(_Parsing, TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The name, command and remaining words of a command line."""
         if args and args[0][:1] != "-" and self.get_command(ctx, args[0]) is None:
-            near = difflib.get_close_matches(args[0].lower(), self.commands, n=2, cutoff=0.65)
+            near = [word for word in re.split("[-_]", args[0].lower()) if word in self.commands]
+            near += difflib.get_close_matches(args[0].lower(), self.commands, n=2, cutoff=0.65)
             said, takers = "Nearest:", ""
             if not near:
                 said, takers = "There are", _name_takers(_visible_options(self))
-            listed = ", ".join(near or self.commands)
+            listed = ", ".join(dict.fromkeys(near or self.commands))
             ctx.fail(f"No such command {args[0]!r}. {said} {listed}.{takers}")
         _, command, rest = super().resolve_command(ctx, args)
         return command and command.name, command, rest
@@ -166,6 +176,20 @@ def _name_takers(options: list[Any]) -> str:
     valued.sort(key=lambda each: not each.required)
     names = [next(name for name in each.opts if name[:2] == "--") for each in valued]
     return f" An option stands before its value: {some(names, 8)}." if names else ""
+
+
+def _quote_whole(words: list[str]) -> str:
+    """A sentence about an override that the shell has split at its spaces, or ""."""
+    for word, following in itertools.pairwise(words):
+        if word.startswith(("--gin_bindings=", "--gin_param=")):
+            value = word.partition("=")[2]
+            opened = sum(value.count(mark) for mark in "{[(") > sum(map(value.count, "}])"))
+            if opened or following == "=" or value.rstrip().endswith("="):
+                return (
+                    " The shell split a value at its spaces. Quote the whole:"
+                    """ --gin.NAME="{'inputs': 64, 'targets': 16}", --gin_param="NAME = VALUE"."""
+                )
+    return ""
 
 
 # What transformers and lm-evaluation-harness call an option -> what it is called here.

@@ -132,6 +132,8 @@ def check_checkpoint(
     ref = sources.find_checkpoint(path, step)
     owns = [open_adapter_at(adapter) for adapter in adapters]
     if is_adapter(ref):
+        if owns:
+            raise _adapter_as_base(path)
         base = check_checkpoint(sources.base_of(ref).path, None, model_parallelism)
         found = dataclasses.replace(base, path=path, folders=(ref.folder, *base.folders))
         owns.append(open_adapter(ref))
@@ -278,12 +280,24 @@ def check_adapter_fits(base: Checkpoint, own: AdapterCheckpoint) -> None:
     """Checks an adapter against an opened base, before anything is computed.
 
     Raises:
-      UserError: If it was trained on another base (with both hashes), or has other sizes.
+      UserError: If the base is an adapter's too; or if the adapter was trained on another (with
+        both hashes), or has other sizes.
     """
     from t0repro.converters import sources
 
+    if base.model.config.adapter is not None:
+        raise _adapter_as_base(base.path)
     sources.check_base(own.note, base.digest, base.path)
     own.check_shape(own.note.adapter, base.model.config.shape)
+
+
+def _adapter_as_base(path: str) -> UserError:
+    return UserError(
+        "The checkpoint is itself an adapter, and another is to be attached to it.",
+        where=path,
+        fix="Name the base as the checkpoint, or leave out the other adapter: an adapter's own base"
+        " is found by itself.",
+    )
 
 
 def attach_adapter(base: Checkpoint, own: AdapterCheckpoint) -> Checkpoint:

@@ -39,10 +39,22 @@ def labeled(text: str) -> tuple[str | None, Path]:
 
 
 def split_label(text: str) -> tuple[str | None, str]:
-    """Splits LABEL=PATH; a path without a label may itself contain `=`."""
+    """Splits LABEL=PATH; a path without a label may itself contain `=`.
+
+    Raises:
+      UserError: If one of the two is empty.
+    """
     label, separator, path = text.partition("=")
     # A path may contain `=`; if it exists as written, it has no label.
-    return (label, path) if separator and not Path(text).exists() else (None, text)
+    if not separator or Path(text).exists():
+        return None, text
+    if not (label and path):
+        raise UserError(
+            f"{text!r} lacks a label or a path.",
+            where=text,
+            fix="Write LABEL=PATH as one word, without spaces around the =.",
+        )
+    return label, path
 
 
 def find_evaluation(path: str | os.PathLike[str]) -> tuple[Path, int | None]:

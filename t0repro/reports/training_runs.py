@@ -38,6 +38,8 @@ def find_runs(folder: str | os.PathLike[str]) -> dict[Path, RunState]:
         raise UserError(
             f"There are no training runs here. {left_out_in_words(folder)}".rstrip()
             if os.path.isdir(folder)
+            else "This is a file, not a folder."
+            if os.path.exists(folder)
             else "There is no such folder.",
             where=str(folder),
             fix=f"Give a folder below which training runs wrote their {RUN_STATE_FILE}.",
@@ -55,7 +57,10 @@ def left_out_in_words(folder: str | os.PathLike[str]) -> str:
     if not left_out:
         return ""
     drawn = [parent for parent, has_curves in left_out.items() if has_curves]
-    plot = f"; `t0repro plot {' '.join(map(shlex.quote, drawn))}` draws curves" if drawn else ""
+    plot = f"`t0repro plot {' '.join(map(shlex.quote, drawn))}` draws curves"
+    if len(drawn) < len(left_out):
+        plot += f" of the {len(drawn)} that recorded metrics"
+    plot = f"; {plot}" if drawn else ""
     return (
         f"Not listed: {counted(len(left_out), 'folder')} with Mesh TensorFlow checkpoints and no"
         f" {RUN_STATE_FILE} ({', '.join(left_out)}){plot}."

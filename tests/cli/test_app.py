@@ -81,6 +81,7 @@ def test_a_mistyped_command_or_option_exits_with_2(monkeypatch, capsys):
     [
         (["rank_evl"], "'rank_evl'. Nearest: rank-eval."),
         (["Train"], "'Train'. Nearest: train."),
+        (["convert_checkpoint", "a", "b"], "'convert_checkpoint'. Nearest: convert, checkpoint."),
         (["report", "runs/a"], "'runs/a'. There are make, verify, share, history."),
     ],
 )
@@ -99,6 +100,36 @@ def test_an_option_of_transformers_or_the_harness_is_answered_with_ours(
 ):
     code, _, err = run(monkeypatch, capsys, "rank-eval", f"--{option}=a")
     assert code == 2 and f"No such option: --{option}. Nearest: --{here}" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--json", "runs"], "stand after its name: t0repro runs --json."),
+        (
+            ["report", "--sample=3", "verify"],
+            "stand after its name: t0repro report verify --sample",
+        ),
+    ],
+)
+def test_an_option_before_its_command_is_answered_with_its_place(monkeypatch, capsys, words, said):
+    code, _, err = run(monkeypatch, capsys, *words)
+    assert code == 2 and said in " ".join(err.split())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "--gin.TASK_FEATURE_LENGTHS={inputs:", "64,", "targets:", "16}"],
+        ["explain", "--gin_param=MIXTURE_NAME", "=", "'demo_train'"],
+        ["train", "--gin.TRAIN_STEPS=", "20"],
+    ],
+)
+def test_an_override_that_the_shell_split_is_answered_with_its_quotation_marks(
+    monkeypatch, capsys, words
+):
+    code, _, err = run(monkeypatch, capsys, *words)
+    assert code == 2 and "split a value at its spaces. Quote the whole: --gin.NAME=" in err
 
 
 def test_what_t5x_starts_and_this_does_not_is_refused_by_name(monkeypatch, capsys):

@@ -91,6 +91,8 @@ def test_the_recipe_itself_is_a_run(tmp_path):
         ("d = gs://b/x", "statement: 'gs' is not a value.", "mine.gin:21", "in quotation marks"),
         ("d = ~/x", "statement: Unable to parse value.", "mine.gin:21", "in quotation marks"),
         ("d = true", "'true' is not a value", "mine.gin:21", "Write True"),
+        ("d = no", "'no' is not a value", "mine.gin:21", "Write False"),
+        ("d = On", "'On' is not a value", "mine.gin:21", "Write True"),
         ("d = NULL", "'NULL' is not a value", "mine.gin:21", "Write None"),
         ("d\u00a0= 4", "Couldn't parse statement", "mine.gin:21", "a plain space for U+00A0"),
         ("d = 4\u200b", "Expected newline", "mine.gin:21", "U+200B"),

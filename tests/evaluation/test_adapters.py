@@ -174,6 +174,13 @@ def test_a_whole_models_checkpoint_is_no_adapter(prompts, model_dir, tmp_path, c
     assert "a whole model's, not an adapter's" in said
 
 
+@pytest.mark.parametrize("more", [[], ["--dry_run"]])
+def test_an_adapter_is_no_base_of_another(prompts, adapters, tmp_path, more, capsys):
+    given = f"--adapter=own={adapters['ia3']}"
+    said = refused(capsys, adapters["lora"], tmp_path / "out", given, *more)
+    assert "The checkpoint is itself an adapter" in said and "found by itself" in said
+
+
 # ---- t0repro.score -------------------------------------------------------------------------------
 
 

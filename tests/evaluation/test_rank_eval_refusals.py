@@ -8,6 +8,7 @@ import pytest
 import seqio
 
 from t0repro.errors import UserError
+from t0repro.tasks.registry import tasks_of_mixture
 
 from ..tasks.prompt_caches import make
 from .rank_evaluations import MIXTURE, SETTINGS, evaluate
@@ -134,3 +135,8 @@ def test_tasks_without_rows_here_are_an_error_or_left_out_and_named(model_dir, p
 def test_a_mixture_that_is_not_registered_is_a_users_error(model_dir, prompts, tmp_path):
     with pytest.raises(UserError, match="There is no mixture or task 'demo_eval'"):
         evaluate(model_dir, tmp_path, mixture="demo_eval")
+    several = "demo_eval_score_eval,demo_train"
+    with pytest.raises(UserError, match=f"'{several}' is several names.*at a time"):
+        evaluate(model_dir, tmp_path, mixture=several)
+    with pytest.raises(UserError, match=f"'{several}' is several names.*at a time"):
+        tasks_of_mixture(several)

@@ -129,3 +129,9 @@ def test_of_several_evaluations_one_is_to_be_named(tmp_path):
 def test_help_shows_an_example():
     text = " ".join(invoke("--help").output.split())
     assert "t0repro compare mtf=runs/mtf/metrics.jsonl" in text
+
+
+@pytest.mark.parametrize("words", ["mtf = a jax = b", "mtf= a", "mtf =a"])
+def test_spaces_around_a_labels_sign_are_answered_with_how_to_write_it(words):
+    with pytest.raises(UserError, match=r"LABEL=PATH as one word, without spaces around the ="):
+        invoke(*words.split())

@@ -90,6 +90,11 @@ def test_a_training_elsewhere_that_has_been_silent_says_for_how_long(tmp_path):
 def test_a_folder_without_trainings_is_named(tmp_path):
     with pytest.raises(UserError, match="no training runs here"):
         find_runs(tmp_path)
+    (tmp_path / "a").touch()
+    with pytest.raises(UserError, match="a file, not a folder"):
+        find_runs(tmp_path / "a")
+    with pytest.raises(UserError, match="no such folder"):
+        find_runs(tmp_path / "b")
 
 
 def test_mesh_tensorflow_runs_are_said_to_be_left_out(tmp_path):
@@ -106,5 +111,8 @@ def test_mesh_tensorflow_runs_are_said_to_be_left_out(tmp_path):
     assert "t0repro plot" not in shown.stderr  # there is no curve to draw
     (tmp_path / "mtf" / "metrics.jsonl").touch()
     assert f"`t0repro plot {tmp_path / 'mtf'}` draws curves" in left_out_in_words(tmp_path)
-    with pytest.raises(UserError, match="no training runs here. Not listed: 1 folder"):
+    (tmp_path / "mtf" / "b").mkdir()
+    (tmp_path / "mtf" / "b" / "model.ckpt-20.index").touch()
+    assert "draws curves of the 1 that recorded metrics" in left_out_in_words(tmp_path)
+    with pytest.raises(UserError, match="no training runs here. Not listed: 2 folders"):
         find_runs(tmp_path / "mtf")

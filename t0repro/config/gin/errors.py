@@ -179,7 +179,11 @@ def _message(error: Exception) -> str:
 
 
 _BAD_TOKEN = re.compile(r"Failed to parse token ('.*')")
-_PYTHON_VALUES = {"true": "True", "false": "False", "null": "None", "none": "None"}
+_PYTHON_VALUES = {
+    **dict.fromkeys(("true", "yes", "on"), "True"),
+    **dict.fromkeys(("false", "no", "off"), "False"),
+    **dict.fromkeys(("null", "none"), "None"),
+}
 _CURLY_QUOTES = re.compile("[\u2018\u2019\u201c\u201d]")
 # Spaces of other kinds, and characters of no width: pages and chats put them into what is copied.
 _UNSEEN = re.compile("[\u00a0\u2000-\u200f\u2028-\u202f\u205f-\u2064\u3000\ufeff]")
