@@ -433,7 +433,8 @@ class _PeftReader(AdapterCheckpoint):
             raise UserError(
                 f"{name} has rank {shape[axis]}; r and rank_pattern say {rank}.",
                 where=self._config.where,
-                fix="Copy the whole folder again.",
+                fix="Copy the whole folder again. If several patterns match, which PEFT saves in"
+                " alphabetical order, leave the one that was first in training.",
             )
         return (*shape[:axis], largest, *shape[axis + 1 :])
 

@@ -16,6 +16,7 @@ from typing import Any
 from t0repro import storage
 from t0repro.adapters import Adapter, Kind
 from t0repro.errors import UserError
+from t0repro.words import some
 
 PEFT_CONFIG = "adapter_config.json"
 
@@ -145,8 +146,16 @@ class PeftConfig:
         self, field: str, values: Mapping[str, float], module: str, default: float
     ) -> float:
         # As PEFT does since 0.14: the first one that matches the end of a module's name.
-        matching = (p for p in values if self._fullmatch(field, rf"(.*\.)?({p})$", module))
-        return next((values[pattern] for pattern in matching), default)
+        matching = [p for p in values if self._fullmatch(field, rf"(.*\.)?({p})$", module)]
+        # PEFT saves them sorted, so which one was first in training is lost. Tensors show a rank.
+        if field == "alpha_pattern" and len({values[pattern] for pattern in matching}) > 1:
+            raise UserError(
+                f"alpha_pattern has several values for {module}: {some(matching)}. PEFT takes the"
+                " first, but saves them in the order of the alphabet.",
+                where=f"{self.where}, alpha_pattern",
+                fix="Leave the one of them that was first when the adapter was trained.",
+            )
+        return values[matching[0]] if matching else default
 
     def chosen(self, modules: Iterable[str], tensors: Iterable[str]) -> set[str]:
         """The modules that have an adapter.

@@ -297,6 +297,15 @@ def test_a_rank_that_no_pattern_gives_is_refused(lora_folder):
         sources.open_any(lora_folder)
 
 
+def test_patterns_of_which_peft_lost_the_order_are_refused(lora_folder):
+    edit(lora_folder, alpha_pattern={"EncDecAttention.v": 2, "v": 2})  # one value
+    sources.open_any(lora_folder)
+    edit(lora_folder, alpha_pattern={"EncDecAttention.v": 2, "v": 3})
+    with pytest.raises(UserError, match="several values for .*EncDecAttention.v: ") as refused:
+        sources.open_any(lora_folder)
+    assert "adapter_config.json, alpha_pattern" in str(refused.value)
+
+
 def test_what_is_no_adapter_is_not_written_as_one(bases, lora_folder, tmp_path):
     base, _ = bases["gated, untied"]
     with pytest.raises(UserError, match="a whole model"):
