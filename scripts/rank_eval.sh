@@ -27,6 +27,9 @@ fi
 MODEL_DIR=${MODEL_DIR:-runs/demo/model}
 CACHE_DIR=${CACHE_DIR:-runs/demo/cache}
 MODULE=${MODULE:-t0repro.tasks.demo}
+if [[ -z ${EVAL_MIXTURE_NAME:-} ]]; then
+  echo "rank_eval: EVAL_MIXTURE_NAME is not set: evaluating the demo's, demo_eval_score_eval" >&2
+fi
 EVAL_MIXTURE_NAME=${EVAL_MIXTURE_NAME:-demo_eval_score_eval}
 if [[ $MODEL_DIR != *://* && ! -f $MODEL_DIR/operative_config.gin ]]; then
   echo "rank_eval: $MODEL_DIR/operative_config.gin is missing: train first (scripts/train.sh), or set MODEL_DIR" >&2

@@ -29,6 +29,9 @@ fi
 MODEL_DIR=${MODEL_DIR:-runs/demo/model}
 CACHE_DIR=${CACHE_DIR:-runs/demo/cache}
 MODULE=${MODULE:-t0repro.tasks.demo}
+if [[ -z ${MIXTURE_NAME:-} ]]; then
+  echo "train: MIXTURE_NAME is not set: training on the demo's, demo_train" >&2
+fi
 MIXTURE_NAME=${MIXTURE_NAME:-demo_train}
 MODEL_GIN=${MODEL_GIN:-demo/t5.1.1.demo.gin}
 initial=()

@@ -26,7 +26,9 @@ def what_the_page_needs(folder):
     import t0repro.tasks.demo  # noqa: F401
 
     make(folder / "runs" / "cache", TASK, min_shards=1)
-    shutil.copy(VOCABULARY, folder / "sentencepiece.model")
+    # Where a checkout has it.
+    (demo := folder / "tasks" / "demo").mkdir(parents=True)
+    shutil.copy(VOCABULARY, demo / "sentencepiece.model")
     suite = small_suite(folder / "suite" / "validation_eval")
     write_report(report_of(suite), folder / "runs" / "eval")
     write_tables(suite.folder, 20, suite.prompts, folder / "runs" / "eval")
@@ -41,7 +43,7 @@ def test_every_block_of_the_python_page_runs(tmp_path, monkeypatch, capsys):
     what_the_page_needs(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("T0REPRO_DATA_DIR", "rows")
-    monkeypatch.setenv("T0REPRO_VOCAB", "sentencepiece.model")
+    monkeypatch.setenv("T0REPRO_VOCAB", str(VOCABULARY))
     namespace = run_blocks(ROOT / "docs" / "python.md")
     assert int(namespace["state"].step) == 20
     assert namespace["scores"].shape == (2, 2) and np.isfinite(namespace["scores"]).all()

@@ -165,7 +165,10 @@ def train(
         describe(shapes, partitioning)
     written = output_folder(model_dir)
     evaluated = last_evaluated(written)
-    nothing = f"nothing to train: step {start.step:,}, train_steps {end_step:,}"
+    nothing = (
+        f"nothing to train: step {start.step:,}, train_steps {end_step:,}, which includes the"
+        " steps of the checkpoint"
+    )
     # As in T5X, a run with no step left to train may still evaluate.
     if start.step >= end_step and not evaluations.still_due(plan, start, evaluated):
         say(nothing)
@@ -305,7 +308,7 @@ def train(
         )
     if loop.step < end_step:
         why = loop.stop_reason or "the batches ended"
-        say(f"{why} after {counted(done, 'step')}, at step {loop.step:,}")
+        say(f"stopped after {counted(done, 'step')}, at step {loop.step:,}: {why}")
     if saved.is_dir():
         say(f"checkpoint: {saved}")
     return trainer.release()

@@ -99,7 +99,9 @@ def replay(folder: str | os.PathLike[str]) -> BadTensor | None:
     if not (folder / NOTES_FILE).is_file():
         below = sorted(map(str, folder.glob("bad_update_*")))
         raise UserError(
-            f"This is not a bad_update folder: it has no {NOTES_FILE}.",
+            f"This is not a bad_update folder: it has no {NOTES_FILE}."
+            if folder.exists()
+            else "There is no such folder.",
             where=str(folder),
             fix=f"Name {' or '.join(below) or 'a bad_update_<step> folder'}, which"
             " TerminateOnNanAction writes.",

@@ -333,7 +333,9 @@ class TrainingLoop:
             raise UserError(
                 f"The loss of step {metrics.step} is {metrics.loss}.",
                 where="training",
-                fix="Start again from an earlier checkpoint with a lower learning rate.",
+                fix="Start again with a lower learning rate, from an earlier checkpoint if there is"
+                " one. In T5X's gin files, trainer.TerminateOnNanAction names the tensor that broke"
+                " first (docs/trainer.md).",
             )
         if self._log is not None:
             self._log.write_step(metrics)

@@ -171,6 +171,14 @@ def test_on_a_cpu_with_amx_the_start_says_what_bfloat16_saves(
     assert not code and ("--activation bfloat16 took half" in printed) == said
 
 
+def test_all_steps_of_a_folder_with_one_checkpoint_are_said_to_be_one(
+    model_dir, tmp_path, monkeypatch, capsys
+):
+    asked = words(model_dir, tmp_path / "out", "--dry_run", "--step=all")
+    code, _, printed = in_process(monkeypatch, capsys, *asked)
+    assert not code and "has one checkpoint, of step 7" in printed
+
+
 def test_a_second_run_into_the_same_folder_is_refused_at_once(model_dir, tmp_path):
     with lock_folder(tmp_path, "rank evaluation"):
         second = commands.run("t0repro", *words(model_dir, tmp_path, "--limit=1"))

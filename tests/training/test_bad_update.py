@@ -47,6 +47,11 @@ def test_the_first_bad_tensor_is_named_the_state_kept_and_the_update_replayed(tm
         assert np.array_equal(batch["inputs"], tiny.batches(1)[0]["inputs"])
 
 
+def test_without_an_action_the_error_says_which_names_the_tensor(tmp_path):
+    with pytest.raises(UserError, match=r"step 1 is nan(.|\n)*if there is one.*TerminateOnNan"):
+        planned(tmp_path, 7, restore_from=exploding_tree())
+
+
 @pytest.mark.parametrize("saves", [True, False])
 def test_between_two_saves_the_state_is_saved_once_with_what_goes_with_it(tmp_path, saves):
     def spoil(loop):
@@ -138,6 +143,8 @@ def test_another_folder_is_refused(tmp_path):
     (tmp_path / "bad_update_3").mkdir()
     with pytest.raises(UserError, match="not a bad_update folder(?s:.*)Name .*/bad_update_3,"):
         replay(tmp_path)
+    with pytest.raises(UserError, match="There is no such folder"):
+        replay(tmp_path / "bad*")
     (tmp_path / "update.json").write_text(json.dumps({}))
     with pytest.raises(UserError, match="not a bad_update folder"):
         replay(tmp_path)

@@ -191,6 +191,8 @@ def _steps(path: str, step: str | None) -> Sequence[int | None]:
         # By the time another process looks, there may be a newer one.
         found = broadcast_from_first(lambda: [ref.step for ref in sources.list_checkpoints(path)])
         there = {number for number in found if number is not None}
+        if len(there) == 1:
+            say(f"note: --step=all: {path} has one checkpoint, of step {max(there)}")
         return sorted(there) or [sources.find_checkpoint(path).step]
     try:
         return sorted({int(number) for number in step.split(",")})
