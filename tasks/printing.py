@@ -23,17 +23,22 @@ LIST_WIDTH, TEXT_WIDTH = 1_000, 100
 def print_list(tasks: Sequence[ListedTask], caches: Sequence[Path]) -> None:
     """Prints a row for each task, then a summary in words."""
     console = terminal(LIST_WIDTH)
-    header = ["task", "dataset", "template", "choices", "metrics", "rate", "examples"]
-    cached = [[task.cached or "no"] if caches else [] for task in tasks]
-    rows = [[*_cells(task), *more] for task, more in zip(tasks, cached, strict=True)]
-    header += ["cached"] if caches else []
+    header = ["task", "dataset", "template", "choices", "metrics", "rate"]
+    rows = [_cells(task) for task in tasks]
+    if any(task.examples is not None for task in tasks):
+        header.append("examples")
+        for row, task in zip(rows, tasks, strict=True):
+            row.append("" if task.examples is None else f"{task.examples:,}")
+    if caches:
+        header.append("cached")
+        for row, task in zip(rows, tasks, strict=True):
+            row.append(task.cached or "no")
     print_table(console, "", header, rows, numbers=("rate", "examples"))
     for line in list_in_words(tasks, caches):
         console.print(line)
 
 
 def _cells(task: ListedTask) -> list[str | Text]:
-    examples = "" if task.examples is None else f"{task.examples:,}"
     rate = "" if task.rate is None else f"{task.rate:,}"
     times = task.oversampled or 0.0
     return [
@@ -43,7 +48,6 @@ def _cells(task: ListedTask) -> list[str | Text]:
         printable(_choices_in_words(task.choices)),
         ", ".join(task.metrics),
         Text(f"{rate} ({times:.0f}x)", style="yellow") if times > OVERSAMPLED else rate,
-        examples,
     ]
 
 

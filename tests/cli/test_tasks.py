@@ -101,6 +101,8 @@ def test_neither_list_nor_examples_nor_checks_import_seqio_or_tensorflow():
 def test_ls_shows_every_task_with_choices_metrics_and_rate(run):
     code, out, _ = run("ls", DEMO, "--mixture", "demo_train", "--dataset", "synthetic_glue/mrpc")
     assert code == 0 and "3 tasks of 1 dataset." in out
+    # It is known of none how many examples it has.
+    assert "examples" not in out
     (line,) = [line for line in out.splitlines() if "demo_synthetic_glue_mrpc_replace" in line]
     cells = ["synthetic_glue/mrpc", "replace", "no | yes", "f1_score_with_invalid, accuracy", "640"]
     assert re.split(r"\s{2,}", line.strip()) == ["demo_synthetic_glue_mrpc_replace", *cells]
@@ -141,6 +143,7 @@ def test_ls_says_what_is_cached_and_what_is_drawn_too_often(run, tmp_path):
     (tmp_path / name / "COMPLETED").touch()
     code, out, _ = run(*arguments)
     assert code == 0 and "1 of them are cached." in out
+    assert re.search(r"rate +examples +cached +\n", out)
     assert "640 (64x)" in out and f"{name}, 640 for 10 (64 times)" in out
 
 
