@@ -186,10 +186,13 @@ def test_show_of_a_twin_says_how_many_pairs_an_input_makes(run):
 def test_show_as_json_holds_what_the_task_itself_yields(run):
     import seqio
 
+    from t0repro.tasks.modules import hand_to_seqio
+
     name = "demo_synthetic_openbookqa_main_pick_answer_with_options"
     code, out, _ = run("show", name, DEMO, "--rows", "5", "--json")
     shown = json.loads(out)
     assert code == 0 and shown["split"] == "validation"
+    hand_to_seqio()  # another file's tests may have registered the demo without it
     task = seqio.TaskRegistry.get(name)
     for mine, example in zip(shown["examples"], task.source.examples("validation"), strict=False):
         assert (mine["inputs"], mine["targets"]) == (example["inputs"], example["targets"])
