@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from t0repro.model.attention_mask import AttentionMask, mask_bias
-from t0repro.model.full_attention import expand_offsets, log_normalizer
+from t0repro.model.full_attention import expand_offsets, log_normalizer, sum_over_rows
 from t0repro.model.matmuls import einsum
 from t0repro.model.shapes import Array, Float
 
@@ -99,10 +99,7 @@ def _backward(blocks: int, residuals: Any, d_y: Array) -> tuple[Any, ...]:
         d_value += einsum("bhqk,bhqd->bhkd", weights.astype(dy.dtype), dy)
         d_query = einsum("bhqk,bhkd->bhqd", d_logits, key)
         if d_bias is not None:
-            # A matmul with ones: XLA on CPU takes thirty times as long for a sum over the first
-            # axis.
-            ones = jnp.ones(d_logits.shape[0], d_logits.dtype)
-            matrix = jnp.einsum("b,bhqk->hqk", ones, d_logits, preferred_element_type=jnp.float32)
+            matrix = sum_over_rows(d_logits)
             rows = matrix.shape[1]
             _, add_up = jax.vjp(lambda x: _matrix(x, index, blocks, rows), d_bias)
             d_bias += add_up(matrix)[0]

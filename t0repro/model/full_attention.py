@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -11,6 +12,7 @@ from jax.typing import DTypeLike
 from t0repro.model.attention_mask import AttentionMask, mask_bias
 from t0repro.model.matmuls import einsum
 from t0repro.model.shapes import Array, Float
+from t0repro.partitioning.devices import device_to_trace_for
 
 
 def full_matrix(
@@ -31,7 +33,9 @@ def full_matrix(
         else:
             # In float32, as their gradients add up over all queries.
             by_offset = position_bias.astype(jnp.float32)
-            bias = expand_offsets(by_offset, query.shape[2])[None] + bias
+            matrix = expand_offsets(by_offset, query.shape[2])
+            of_rows: Array = _repeat_for_rows(matrix, query.shape[0])
+            bias = of_rows + bias
     logits = einsum("bhqd,bhkd->bhqk", query, key, dtype)
     logits = logits + bias.astype(logits.dtype)
     weights = apply_dropout(attention_weights(logits).astype(value.dtype))
@@ -56,6 +60,29 @@ def log_normalizer(logits: Float[Array, "*rows keys"]) -> Float[Array, "*rows 1"
     # The maximum cancels out, so its gradient need not be computed.
     maximum = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     return jnp.log(jnp.sum(jnp.exp(logits - maximum), axis=-1, keepdims=True)) + maximum
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _repeat_for_rows(
+    matrix: Float[Array, "heads query key"], rows: int
+) -> Float[Array, "rows heads query key"]:
+    return jnp.broadcast_to(matrix, (rows, *matrix.shape))
+
+
+_repeat_for_rows.defvjp(
+    lambda matrix, rows: (_repeat_for_rows(matrix, rows), None),
+    lambda _rows, _residuals, d_result: (sum_over_rows(d_result),),
+)
+
+
+def sum_over_rows(x: Float[Array, "rows heads query key"]) -> Float[Array, "heads query key"]:
+    """The float32 sum over the first axis."""
+    if device_to_trace_for().platform != "cpu":
+        return jnp.sum(x, axis=0, dtype=jnp.float32)
+    # A matmul with ones: XLA on CPU takes ten to thirty times as long for the sum, and even longer
+    # for one that it fuses with the sum over the queries of an offset.
+    ones = jnp.ones(x.shape[0], x.dtype)
+    return jnp.einsum("b,bhqk->hqk", ones, x, preferred_element_type=jnp.float32)
 
 
 def expand_offsets(

@@ -49,9 +49,11 @@ def _times(equation: Any) -> int:
 
 
 def _dot(equation: Any) -> int:
-    """Twice the size of the result, times the size of the contracted axes."""
+    """Twice the size of the result, times the size of the contracted axes; 0 for a vector's."""
     (contracted, _), _ = equation.params["dimension_numbers"]
-    left = equation.invars[0].aval.shape
+    left, right = (operand.aval.shape for operand in equation.invars)
+    if min(len(left), len(right)) == 1:  # a sum, written as a matmul with ones
+        return 0
     return (
         2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[axis] for axis in contracted)
     )
