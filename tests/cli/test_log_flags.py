@@ -1,6 +1,7 @@
 """absl's flags of the log, as T5X's documents give them to every command."""
 
 import logging
+import sys
 
 import pytest
 from absl import logging as absl_logging
@@ -44,6 +45,8 @@ def test_a_switch_with_a_value_is_the_switch_or_nothing():
 def test_the_verbosity_prints_what_the_libraries_log(monkeypatch, capsys):
     def logged(*flags):
         run(monkeypatch, capsys, "explain", *flags, "--gin_file=none.gin", "--run_mode=train")
+        # It keeps the standard error of the test that made it.
+        absl_logging.get_absl_handler().python_handler.setStream(sys.stderr)
         absl_logging.info("a record")
         return "a record" in capsys.readouterr().err
 

@@ -324,9 +324,20 @@ def test_a_broken_template_file_exits_with_2_and_its_line(run, tmp_path):
         assert code == 2 and "line 3" in err and "Traceback" not in err
 
 
-def test_check_finds_one_doubtful_prompt_in_the_data_at_hand(run, shared_data, monkeypatch):
-    monkeypatch.setenv("T0REPRO_DATA_DIR", str(shared_data))
-    code, out, _ = run("check", "--mixture", "t0++_train", "--json")
+def check_shared_rows(shared_data, *arguments: str) -> tuple[int, str]:
+    """In a process of its own: T0's tasks keep the vocabulary of their first import."""
+    environment = {name: value for name, value in os.environ.items() if name != "T0REPRO_VOCAB"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "t0repro", "tasks", "check", *arguments],
+        env=environment | {"T0REPRO_DATA_DIR": str(shared_data), "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, done.stdout
+
+
+def test_check_finds_one_doubtful_prompt_in_the_data_at_hand(shared_data):
+    code, out = check_shared_rows(shared_data, "--mixture", "t0++_train", "--json")
     verdicts = {task["task"]: task["verdict"] for task in json.loads(out)}
     assert code == 0 and len(verdicts) == 464
     (suspect,) = [name for name, verdict in verdicts.items() if verdict == "suspect"]
@@ -334,9 +345,8 @@ def test_check_finds_one_doubtful_prompt_in_the_data_at_hand(run, shared_data, m
     assert "ok" in verdicts.values() and "broken" not in verdicts.values()
 
 
-def test_check_of_a_mixture_to_evaluate_checks_its_prompts(run, shared_data, monkeypatch):
-    monkeypatch.setenv("T0REPRO_DATA_DIR", str(shared_data))
-    code, out, _ = run("check", "--mixture", "t0_eval_score_eval")
+def test_check_of_a_mixture_to_evaluate_checks_its_prompts(shared_data):
+    code, out = check_shared_rows(shared_data, "--mixture", "t0_eval_score_eval")
     assert code == 0 and "0 suspect, 0 broken" in out and out.splitlines()[-1].startswith("116 ")
 
 

@@ -125,7 +125,7 @@ def test_an_array_without_its_description_does_not_vanish(source, tmp_path, arra
         (tmp_path / "model" / name).unlink()
     array = array.replace("/", ".")
     (tmp_path / "model" / "checkpoint_7" / array / ".zarray").unlink()
-    with pytest.raises(UserError, match=rf"(?s)array is missing: .*{array}; .*_METADATA"):
+    with pytest.raises(UserError, match=f"The chunks of {array} are there, but not .*, .zarray"):
         load_any(tmp_path / "model")
 
 

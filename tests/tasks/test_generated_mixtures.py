@@ -11,6 +11,7 @@ from t0repro.config import data as records
 from t0repro.config.data import SeqioDataConfig
 from t0repro.data.checks import check_data
 from t0repro.errors import UserError
+from t0repro.evaluation.evaluation_folder import EvaluationSettings
 from t0repro.evaluation.selection import MODES, select_tasks
 from t0repro.runs import preflight
 from t0repro.tasks import checking
@@ -98,7 +99,7 @@ def verdicts(mixture, folder):
         "cache": refused(make_plan, Request((), (), (mixture,), str(folder))),
         "scripts/cache.sh": refused(selected_tasks, [mixture], []),
         "t5_mesh_transformer": refused(check_data, inputs),
-        "rank-eval": refused(select_tasks, mixture, "train", MODES),
+        "rank-eval": refused(select_tasks, mixture, EvaluationSettings("train", modes=MODES)),
         **{mode: refused(t5x, mode) for mode in ("train", "eval", "infer")},
     }
 

@@ -267,7 +267,7 @@ def test_a_hub_whose_own_records_are_broken_leaves_no_whole_task(tree, tmp_path)
 def test_without_network_it_says_so_at_once(tree, tmp_path):
     with p3_server.serving(tree) as server:
         gone = repository(server, delays=(1000.0,))  # waiting would outlast any test
-    with pytest.raises(UserError, match="cannot be reached(.|\n)*--base_url"):
+    with pytest.raises(UserError, match="cannot be reached(.|\n)*HF_ENDPOINT"):
         p3.fetch([TASK], tmp_path, gone)
 
 
