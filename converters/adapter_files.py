@@ -415,7 +415,7 @@ class _PeftReader(AdapterCheckpoint):
         if name.endswith("ia3_l"):
             return array.reshape(-1)
         if self._config.has_patterns:
-            array = self._raise_rank(name, array, self.tensors[key].shape[::-1])
+            array = self._pad_rank(name, array, self.tensors[key].shape[::-1])
         return transpose(array)
 
     # rank_pattern and alpha_pattern give modules of one adapter other ranks and scales. Zeros make
@@ -438,13 +438,13 @@ class _PeftReader(AdapterCheckpoint):
             )
         return (*shape[:axis], largest, *shape[axis + 1 :])
 
-    def _raise_rank(self, name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    def _pad_rank(self, name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """A part of LoRA's in a shape with the largest rank, and with its module's scale in A."""
-        raised = np.zeros(shape, np.float32)
-        raised[: array.shape[0], : array.shape[1]] = array
+        padded = np.zeros(shape, np.float32)
+        padded[: array.shape[0], : array.shape[1]] = array
         if name.endswith(_LORA_PARTS[LORA_A]):
-            raised *= self._config.scale_of(self._module_of(name)) / self.note.adapter.scale
-        return raised
+            padded *= self._config.scale_of(self._module_of(name)) / self.note.adapter.scale
+        return padded
 
     def _module_of(self, name: str) -> str:
         match = _MODULE.fullmatch(name)

@@ -134,15 +134,15 @@ class PeftConfig:
 
     def rank_of(self, module: str) -> int:
         """LoRA's rank on a module."""
-        return int(self._by_pattern("rank_pattern", self.ranks, module, self.rank))
+        return int(self._find_value("rank_pattern", self.ranks, module, self.rank))
 
     def scale_of(self, module: str) -> float:
         """The factor of LoRA's product on a module."""
         rank = self.rank_of(module)
-        alpha = self._by_pattern("alpha_pattern", self.alphas, module, self.alpha)
+        alpha = self._find_value("alpha_pattern", self.alphas, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.is_root_scaled else rank)
 
-    def _by_pattern(
+    def _find_value(
         self, field: str, values: Mapping[str, float], module: str, default: float
     ) -> float:
         # As PEFT does since 0.14: the first one that matches the end of a module's name.
@@ -262,8 +262,8 @@ def _parse(fields: _Fields) -> PeftConfig:
         rank=rank,
         alpha=float(alpha),
         is_root_scaled=fields.flag("use_rslora"),
-        ranks=fields.by_pattern("rank_pattern", whole=True),
-        alphas=fields.by_pattern("alpha_pattern"),
+        ranks=fields.patterns("rank_pattern", whole=True),
+        alphas=fields.patterns("alpha_pattern"),
         dropout=fields.rate("lora_dropout"),
         targets=_DEFAULT_TARGETS[kind] if targets is None else targets,
         excluded=fields.names("exclude_modules") or [],
@@ -318,7 +318,7 @@ class _Fields:
             raise self._not(name, f"a {'whole ' if whole else ''}number above 0 and below 2**31")
         return value
 
-    def by_pattern(self, name: str, *, whole: bool = False) -> Mapping[str, float]:
+    def patterns(self, name: str, *, whole: bool = False) -> Mapping[str, float]:
         value = self.config.get(name) or {}
         if not isinstance(value, dict) or not all(_is_number(n, whole) for n in value.values()):
             kind = "whole numbers" if whole else "numbers"

@@ -123,7 +123,8 @@ def _check_flags(options: Any) -> None:
     check_modules(options.module_import or ())
     if options.use_model_api:
         return
-    for name in (name for name, flag in _model_api_flags().items() if flag.present):
+    name = next((name for name, flag in _model_api_flags().items() if flag.present), None)
+    if name is not None:
         binding = _RUN_BINDINGS.get(name)
         in_gin = f', or bind it in gin: --gin_param="{binding} = ..."' if binding else ""
         raise UserError(

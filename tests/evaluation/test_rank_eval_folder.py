@@ -112,7 +112,7 @@ def test_results_of_a_model_whose_config_was_corrected_are_not_taken_for_the_new
     claim.unlink()
     with pytest.raises(UserError, match="does not say what its report.json|validation_eval is of"):
         evaluate(folder, tmp_path / "out", mixture=task)
-    # And another program's report is not replaced without a word.
+    # Nor is a report of another program overwritten.
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes/report.html").write_text("mine")
     with pytest.raises(UserError, match="does not say what its report.html is of"):
