@@ -33,7 +33,7 @@ from t0repro.tasks.source import PromptedRows, Split
 from t0repro.tasks.task import PromptedTask, TaskDescription
 from t0repro.tasks.templates import load_template, task_name
 from t0repro.tasks.user_files import TEMPLATES_VARIABLE, template_files
-from t0repro.tasks.vocabulary import VocabularyFile, default_vocabulary
+from t0repro.tasks.vocabulary import VocabularyFile, default_vocabulary, shown
 from t0repro.words import some
 
 if TYPE_CHECKING:
@@ -236,15 +236,14 @@ def _with_most_splits(description: TaskDescription) -> TaskDescription:
     known = task_descriptions().get(description.prompt.name)
     if known is None:
         return description
-    ours, theirs = description.rows, known.rows
+    name, ours, theirs = description.prompt.name, description.rows, known.rows
     # Equal in everything but the splits; otherwise it is another task of the same name.
-    if (
-        known.prompt != description.prompt
-        or theirs.root != ours.root
-        or not may_be_same(known.vocabulary, description.vocabulary)
-        or not _agree(theirs.files_of_splits, ours.files_of_splits)
-    ):
-        raise name_is_taken(description.prompt.name)
+    if known.prompt != description.prompt:
+        raise name_is_taken(name, "with another prompt")
+    if theirs.root != ours.root or not _agree(theirs.files_of_splits, ours.files_of_splits):
+        raise name_is_taken(name, "with other data")
+    if not may_be_same(known.vocabulary, description.vocabulary):
+        raise name_is_taken(name, f"with another vocabulary ({shown(known.vocabulary)})")
     # t0repro.tasks.local registers the splits on disk, t0repro.tasks.t0 all of them. Whichever is
     # imported first, the task ends up with all splits.
     return known if ours.files_of_splits.keys() <= theirs.files_of_splits.keys() else description

@@ -327,9 +327,9 @@ def _labels(task: PromptedTask) -> tuple[str, ...]:
     return (task.dataset, label(task.dataset, task.subset))
 
 
-def name_is_taken(name: str) -> UserError:
+def name_is_taken(name: str, difference: str) -> UserError:
     """The error for two different tasks with one name."""
     return UserError(
-        f"A task {name!r} with other data, or another prompt or vocabulary, is registered already.",
+        f"A task {name!r} {difference} is registered already.",
         fix="Import only one of the modules that register it, or give this one another name.",
     )

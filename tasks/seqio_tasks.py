@@ -43,7 +43,7 @@ def add_task(description: TaskDescription) -> None:
     if name in seqio.TaskRegistry.names():
         source = seqio.TaskRegistry.get(name).source
         if not isinstance(source, PromptedSource):
-            raise name_is_taken(name)
+            raise name_is_taken(name, "that renders no prompt")
         if source.files_of_splits == rows.files_of_splits:
             return
         # SeqIO refuses to add a name twice.

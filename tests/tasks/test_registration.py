@@ -107,9 +107,9 @@ def test_a_template_without_choices_has_no_twin(rows_root, add):
 
 def test_registering_twice_does_nothing_and_another_source_is_refused(add, tmp_path):
     assert add() == add()
-    with pytest.raises(UserError, match="registered already"):
+    with pytest.raises(UserError, match="with other data is registered already"):
         add(splits={"train": Split("train", max_rows=2)})
-    with pytest.raises(UserError, match="registered already"):
+    with pytest.raises(UserError, match="with other data is registered already"):
         add(root=tmp_path)
 
 
@@ -321,7 +321,7 @@ def test_rates_that_seqio_cannot_mix_are_refused_where_the_mixture_is_named(add)
 
 def test_a_task_again_with_another_vocabulary_and_one_of_tokens_are_refused(add, tmp_path):
     add()
-    with pytest.raises(UserError, match="another prompt or vocabulary, is registered already"):
+    with pytest.raises(UserError, match=r"with another vocabulary \(.*\) is registered already"):
         add(vocabulary=VocabularyFile(str(write_vocabulary(tmp_path / "own.model", pieces=2_000))))
     with pytest.raises(UserError, match="cannot have a PassThroughVocabulary"):
         add("MNLI crowdsource", vocabulary=seqio.PassThroughVocabulary(8))
