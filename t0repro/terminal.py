@@ -13,8 +13,9 @@ from rich.text import Text
 
 from t0repro.words import printable
 
-# Widths of the narrowest columns that are still readable when folded: the key, and other text
-_READABLE_KEY, _READABLE = 22, 12
+# Widths of the narrowest columns that are still readable when folded: the key's, one of sentences,
+# and other text's
+_READABLE_KEY, _READABLE_SENTENCES, _READABLE = 22, 40, 12
 # Rich puts a space on either side of a cell and one between cells
 _BETWEEN = 3
 _BARS = "▁▂▃▄▅▆▇█"
@@ -47,6 +48,7 @@ def print_table(
     rows: Sequence[Sequence[str | Text]],
     *,
     numbers: Collection[str] = (),
+    sentences: Collection[str] = (),
     bold: Collection[int] = (),
 ) -> None:
     """Prints a table whose first column is its key.
@@ -60,10 +62,11 @@ def print_table(
       header: the columns' names.
       rows: the cells of each row.
       numbers: names of the numeric columns, which are right-aligned and never folded.
+      sentences: names of the columns of sentences, which need more room than other text.
       bold: indices of the rows to print in bold.
     """
     cells = [[_safe(cell) for cell in row] for row in rows]
-    widths = _widths(header, cells, numbers, console.width - _BETWEEN * len(header))
+    widths = _widths(header, cells, numbers, sentences, console.width - _BETWEEN * len(header))
     if widths is None:
         _print_records(console, title, header, cells, bold)
         return
@@ -92,7 +95,11 @@ def _safe(cell: str | Text) -> Text:
 
 
 def _widths(
-    header: Sequence[str], rows: Sequence[Sequence[Text]], numbers: Collection[str], room: int
+    header: Sequence[str],
+    rows: Sequence[Sequence[Text]],
+    numbers: Collection[str],
+    sentences: Collection[str],
+    room: int,
 ) -> list[int] | None:
     """Column widths in characters, the key served first; None if the columns do not fit.
 
@@ -101,7 +108,8 @@ def _widths(
     wanted, least = [], []
     for at, name in enumerate(header):
         longest = max((row[at].cell_len for row in rows), default=0)
-        readable = longest if name in numbers else min(longest, _READABLE if at else _READABLE_KEY)
+        enough = _READABLE_SENTENCES if name in sentences else _READABLE if at else _READABLE_KEY
+        readable = longest if name in numbers else min(longest, enough)
         # A heading wraps at spaces, text at any character
         words = max(map(cell_len, printable(name).split()), default=0)
         wanted.append(max(longest, cell_len(printable(name))))

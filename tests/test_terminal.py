@@ -4,6 +4,8 @@ import re
 import pytest
 from rich.console import Console
 
+from t0repro.reports.page import Column, Page, Section
+from t0repro.reports.page_terminal import print_page
 from t0repro.tasks.listing import ListedTask
 from t0repro.tasks.printing import print_list
 from t0repro.terminal import print_table
@@ -48,6 +50,16 @@ def first_column(text):
 def test_rows_become_records_where_folded_columns_do_not_fit():
     text = printed(40)
     assert "rte\n  pairs: 1,234, largest difference:" in text
+
+
+@pytest.mark.parametrize("width", [*WIDTHS, 160])
+def test_lines_of_an_input_are_readable_at_every_width(width):
+    stream = io.StringIO()
+    header = (Column("task"), "example", Column("input", wide=True), Column("choice"), "margin")
+    rows = ((KEYS[0], "7", "Oil prices fall back as the threat is lifted. " * 3, "Yes", "1.0e-01"),)
+    page = Page("A page", (Section("A title", header=header, rows=rows),))
+    print_page(page, Console(file=stream, width=width, markup=False, force_terminal=False))
+    assert "Oil prices fall back as the threat" in stream.getvalue()
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -36,6 +36,7 @@ def _print_section(section: Section, console: Console) -> None:
                 for row in section.rows[: section.terminal_rows]
             ],
             numbers={name for name, text, _ in columns[1:] if not text},
+            sentences={name for name, _, wide in columns if wide},
             bold=section.bold,
         )
         if omitted := section.rows[section.terminal_rows :]:
