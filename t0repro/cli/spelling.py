@@ -60,7 +60,7 @@ def canonical_arguments(arguments: Iterable[str]) -> list[str]:
 def with_t5x_overrides(arguments: Iterable[str]) -> list[str]:
     """The command line with T5X's spellings replaced by this program's.
 
-    `--gin.NAME=VALUE` becomes `--gin_bindings=NAME = VALUE`. `--replace_gin_file=True`, as T5X's
+    `--gin.NAME=VALUE` becomes `--gin_bindings=NAME=VALUE`. `--replace_gin_file=True`, as T5X's
     page on auxiliary jobs writes it, becomes the flag alone, and `-v=1` becomes `--verbosity=1`.
     What follows `--` is another command's, and stays as it is.
 
@@ -73,12 +73,11 @@ def with_t5x_overrides(arguments: Iterable[str]) -> list[str]:
             return [*spelled, argument, *remaining]
         _check_home(argument)
         if argument.startswith("--gin."):
-            name, equals, value = argument.removeprefix("--gin.").partition("=")
-            if not equals:
+            if "=" not in argument:
                 raise UserError(
-                    f"{argument} has no value.", fix=f"Write it as --gin.{name}=VALUE, in one word."
+                    f"{argument} has no value.", fix=f"Write it as {argument}=VALUE, in one word."
                 )
-            argument = f"--gin_bindings={name} = {value}"
+            argument = f"--gin_bindings={argument.removeprefix('--gin.')}"
         if (spelling := as_click_reads(argument)) is not None:
             spelled.append(spelling)
     return spelled

@@ -38,7 +38,7 @@ def test_each_value_stands_beside_its_place():
     assert (done.returncode, done.stderr) == (0, "")
     lines = {line.split()[0]: line for line in done.stdout.splitlines()}
     steps = lines["train_script.train.total_steps"]
-    assert " 10 " in steps and "--gin_bindings 'TRAIN_STEPS = 10'" in steps
+    assert " 10 " in steps and "--gin.TRAIN_STEPS=10 " in steps
     period = lines["train_script.train.eval_period"]
     assert " 1000 " in period and "  t5x/configs/runs/pretrain.gin:" in period
 

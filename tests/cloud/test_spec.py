@@ -47,7 +47,7 @@ def test_overrides_arrive_through_a_shell_and_gin_as_they_were_written(values):
     statements = [one.removeprefix("--gin_bindings=") for one in with_t5x_overrides(arrived)]
     parsed = gin.config.parse_value
     for statement, value in zip(statements, values, strict=True):
-        assert parsed(statement.partition(" = ")[2]) == value
+        assert parsed(statement.partition("=")[2]) == value
 
 
 def test_the_yaml_is_the_specification():

@@ -14,6 +14,7 @@ import inspect
 import io
 import logging
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import IO, Any, NamedTuple
@@ -360,7 +361,11 @@ def _describe(locations: list[Any], flag: str) -> str:
     # The innermost: a statement in an included file belongs to that file, not to the `include`.
     innermost = locations[-1]
     if innermost.filename is None:
-        return f"{flag} {innermost.line_content.strip()!r}"
+        statement = innermost.line_content.strip()
+        # T5X's `--gin.NAME=VALUE`: in --gin_bindings, spaces are around the "=".
+        if flag == "--gin_bindings" and re.match(r"[\w./]+=", statement):
+            return f"--gin.{statement}"
+        return f"{flag} {statement!r}"
     # Of an installed file, the path inside site-packages.
     path = PurePath(innermost.filename).as_posix().rpartition("/site-packages/")[2]
     return f"{path}:{innermost.line_num}"
