@@ -132,6 +132,12 @@ def _files_of_run(
         if storage.is_file(path):
             is_t5x = name == _FILES_OF_RUNS[-1]
             return [path], _mode_of(path) if is_t5x and run_mode is None else run_mode
+    if storage.is_file(model_dir):
+        raise UserError(
+            "This is a file, not a folder.",
+            where=f"--model_dir={model_dir}",
+            fix=f"Give the run's model_dir, or name it as a gin file: --gin_file={model_dir}.",
+        )
     if has_params:
         return [], run_mode
     raise UserError(

@@ -109,8 +109,10 @@ def read_curves(folders: Sequence[Path], metric: str | None = None) -> tuple[str
 def _no_metrics_error(folder: Path) -> UserError:
     if (folder / METRICS_FILE).is_file():
         what = f"{METRICS_FILE} is empty"
+    elif folder.is_dir():
+        what = "There are no metrics here"
     else:
-        what = "There are no metrics here" if folder.exists() else "There is no such folder"
+        what = "This is a file, not a folder" if folder.exists() else "There is no such folder"
     return UserError(
         f"{what}.",
         where=str(folder),

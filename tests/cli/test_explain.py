@@ -163,6 +163,8 @@ def test_the_file_of_an_evaluation_is_explained_in_its_run_mode(tmp_path):
     assert module._files_of_run(str(tmp_path), None, has_params=False)[1] is module.RunMode.TRAIN
     with pytest.raises(UserError, match="no such folder"):
         module._files_of_run(str(tmp_path / "none"), None, has_params=False)
+    with pytest.raises(UserError, match=r"(?s)a file, not a folder.*--gin_file=.*config\.gin"):
+        module._files_of_run(str(tmp_path / "config.gin"), None, has_params=True)
 
 
 def test_nothing_to_explain_asks_for_files_or_the_runs_folder():

@@ -167,6 +167,8 @@ def test_faults_are_named(tmp_path):
     with pytest.raises(UserError, match="no such folder"):
         read_curves([tmp_path / "missing"])
     write_lines(tmp_path / "a", train(1, 4.0, accuracy=0.5))
+    with pytest.raises(UserError, match="a file, not a folder"):
+        read_panels([tmp_path / "a" / "metrics.jsonl"], "loss")
     with pytest.raises(UserError, match="Nearest: 'accuracy'"):
         read_panels([tmp_path / "a"], "acuracy")
 
