@@ -185,7 +185,7 @@ def verify(
     ] = 20,
     seed: Annotated[
         int | None,
-        typer.Option(help="Seed of the sample.", show_default="another sample each time"),
+        typer.Option(min=0, help="Seed of the sample.", show_default="another sample each time"),
     ] = None,
     module_import: ModulesOrT0 = None,
     checkpoint: Annotated[

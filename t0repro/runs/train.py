@@ -12,7 +12,8 @@ from typing import Any
 
 import jax
 
-from t0repro.config.run import Replaced, TrainRun
+from t0repro.config.run import Replaced, TrainingPlan, TrainRun
+from t0repro.config.settings import check_field
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5
 from t0repro.partitioning.devices import Partitioning, choose, describe_devices
@@ -129,6 +130,7 @@ def train(
         decoding=plan.decoding,
     )
     seed = choose_seed(plan) if seed is None else seed
+    check_field(TrainingPlan, "random_seed", seed, "seed", shown="seed")
     initial_key, dropout_key = make_keys(seed, plan.keys)
     fresh = functools.partial(new_state, model, initial_key)
     if user_class is not None:  # it may have other parameters, and variables that are not trained

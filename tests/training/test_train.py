@@ -142,6 +142,8 @@ def test_the_seed_decides_the_first_parameters(tmp_path):
         return losses(tmp_path / name)
 
     assert first("a", 1) == first("b", 1) != first("c", 2)
+    with pytest.raises(UserError, match="seed is 9223372036854775808; it must"):
+        first("d", 2**63)
 
 
 def test_old_checkpoints_are_removed(tmp_path):
