@@ -268,7 +268,9 @@ def read_fields(
         value = found.read(f"{prefix}{field}.")
         if argument.read is not None:
             value = argument.read(value)
-        check_field(kind, field, value, found.place, shown=found.shown)
+        # What is read as None is not outside the range.
+        also = (0,) if argument.read is or_none else ()
+        check_field(kind, field, value, found.place, shown=found.shown, also=also)
         values[field] = value
     return values
 
@@ -322,7 +324,14 @@ def check_divides(name: str, parts: int, batch_size: int, where: str | None) -> 
         )
 
 
-def check_field(kind: Any, field: str, value: Any, where: str | None, shown: str = "") -> None:
+def check_field(
+    kind: Any,
+    field: str,
+    value: Any,
+    where: str | None,
+    shown: str = "",
+    also: tuple[float, ...] = (),
+) -> None:
     """Checks a value before it is assigned to a dataclass field.
 
     Args:
@@ -331,12 +340,15 @@ def check_field(kind: Any, field: str, value: Any, where: str | None, shown: str
       value: The value.
       where: The place that set it.
       shown: The name to use in messages; defaults to the field's own.
+      also: Numbers outside the range that the dialect takes too.
 
     Raises:
       UserError: If the value, or one inside it, is not of the field's type or is outside its range.
     """
     hint, limits, name = hints_of(kind)[field], range_of(kind, field), shown or field
     limits = limits if isinstance(limits, Range) else None
+    if limits is not None and (also := tuple(each for each in also if each not in limits)):
+        limits = dataclasses.replace(limits, also=(*limits.also, *also))
     inner = elements(hint, value)
     if inner is not None:
         for part, item in _parts(name, value):

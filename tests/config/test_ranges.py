@@ -56,7 +56,7 @@ def test_every_number_of_a_run_has_a_range(kind):
         ("run.train_steps = -1", "train_steps is -1"),
         ("run.train_steps = 'many'", "train_steps is 'many'"),
         ("run.save_checkpoints_steps = 0", "save_checkpoints_steps is 0"),
-        ("run.keep_checkpoint_max = -1", "keep_checkpoint_max is -1"),
+        ("run.keep_checkpoint_max = -1", "whole number, at least 1, or 0, or None"),
         ("run.eval_checkpoint_step = -2", "eval_checkpoint_step is -2"),
         # Not the steps 1, 0 and 0.
         ("run.eval_checkpoint_step = '100'", "at least 0, or -1, or 'all'"),
@@ -127,6 +127,7 @@ def test_a_number_out_of_range_in_a_file_is_refused_by_its_line(tmp_path):
     "param",
     [
         "run.keep_checkpoint_max = None",
+        "run.keep_checkpoint_max = 0",
         "run.eval_checkpoint_step = 'all'",
         "run.eval_checkpoint_step = [1, 2]",
         "AdafactorOptimizer.clipping_threshold = None",
