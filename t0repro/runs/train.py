@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,7 +33,14 @@ from t0repro.training.hooks.show_progress import ShowProgress
 from t0repro.training.hooks.stop_on_signal import StopOnSignal, StoppedBySignal
 from t0repro.training.hooks.summarize import Summarize
 from t0repro.training.loop import Hook, TrainingLoop
-from t0repro.training.metrics import MetricLog, OpenWriter, SplitMetrics, Writer
+from t0repro.training.metrics import (
+    METRICS_FILE,
+    MetricLog,
+    OpenWriter,
+    SplitMetrics,
+    Writer,
+    sum_trained,
+)
 from t0repro.training.model_dir import check_steps_left
 from t0repro.training.models import model_of
 from t0repro.training.optimizers import make_optimizer, skips_nan
@@ -216,8 +224,10 @@ def train(
     # ---- Between steps, in the order in which T5X does it ---------------------------------------
     on_metrics = {mode: make_actions(items) for mode, items in plan.actions.items()}
     actions = {mode: run.actions for mode, run in on_metrics.items()}
-    between: list[Hook] = [ShowProgress(), RecordRunState(written)]
     progress = RunProgress(model_dir, start.step, actions, start.checkpoint)
+    if plan.log == "steps":
+        progress.trained = sum_trained(Path(written) / METRICS_FILE)
+    between: list[Hook] = [ShowProgress(), RecordRunState(written, progress.trained)]
     if plan.log == "summaries":
         # T5X's default: the shortest of the run's periods.
         period = plan.stats_period or plan.shortest_period(end_step - start.step)

@@ -325,6 +325,14 @@ class JsonLines:
             self.sync()
 
 
+def sum_trained(metrics: Path) -> dict[str, int]:
+    """The target tokens and examples of a metrics.jsonl with a line for each training step."""
+    lines = metrics.read_text().splitlines()
+    rows = [json.loads(line) for line in lines if line.startswith(_OF_TRAINING)]
+    # Lines of the Mesh TensorFlow stack have neither.
+    return {name: sum(row.get(name, 0) for row in rows) for name in ("target_tokens", "examples")}
+
+
 def drop_partial_line(path: Path) -> None:
     """Cuts off the unfinished last line of a killed run, so that the next one does not join it."""
     if not path.exists():

@@ -33,8 +33,8 @@ class RunState:
       step: the latest global step whose loss is known.
       last_step: the global step at which training ends.
       loss: the loss of `step` as its dialect defines it; None before the first.
-      target_tokens: targets with loss trained on since `first_step`.
-      examples: examples trained on since `first_step`.
+      target_tokens: targets with loss trained on in all steps of the run, earlier starts' too.
+      examples: examples trained on, likewise.
       steps_per_second, target_tokens_per_second: over the latest steps; None before the first.
       seconds_left: until `last_step`, at that speed.
       started, updated: UTC times, ISO 8601.

@@ -22,6 +22,7 @@ from t0repro.training.checkpoints import list_checkpoints, load_tree
 from t0repro.training.hooks.evaluate import Evaluations
 from t0repro.training.hooks.stop_on_signal import PREEMPTED, StoppedBySignal
 from t0repro.training.loop import Hook
+from t0repro.training.run_state import read_run_state
 from t0repro.training.train_state import to_flat_tree
 
 PLAN = tiny.PLAN
@@ -72,6 +73,10 @@ def test_a_run_that_is_stopped_and_goes_on_equals_the_undisturbed_one_bit_for_bi
     planned(tmp_path / "b", 2, model=model)
     resumed = planned(tmp_path / "b", 7, model=model)
     assert_same_bits(undisturbed, resumed)
+    states = [read_run_state(tmp_path / name) for name in "ab"]
+    assert [state.first_step for state in states] == [0, 2]
+    assert states[0].target_tokens == states[1].target_tokens
+    assert states[0].examples == states[1].examples == 28
 
 
 def test_it_saves_before_the_first_step_each_period_at_chosen_steps_and_at_the_end(tmp_path):

@@ -42,6 +42,23 @@ def test_a_finished_training_says_how_far_and_how_fast_it_was(tmp_path):
     assert state.process == os.getpid()
 
 
+def test_a_resumed_training_counts_the_tokens_of_each_of_its_steps_once(tmp_path):
+    config, batches = tiny.run_config(tmp_path, 6), tiny.batches(6)
+
+    def fail(trainer):
+        if trainer.step == 5:
+            raise OSError("killed")
+
+    # It loses what follows the checkpoint of step 3.
+    with pytest.raises(OSError, match="killed"):
+        train(config, batches, hooks=[Do(fail)])
+    train(config, batches[3:])
+    state = read_run_state(tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert state.first_step == 3 and state.examples == 24
+    assert state.target_tokens == sum(line["target_tokens"] for line in lines)
+
+
 def test_a_stop_and_a_failure_say_why(tmp_path):
     run(tmp_path / "ended", tiny.batches(2))
     assert read_run_state(tmp_path / "ended").reason == "the batches ended"

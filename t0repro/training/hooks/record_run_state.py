@@ -19,13 +19,18 @@ _SECONDS_BETWEEN_UPDATES = 5.0
 
 
 class RecordRunState(Hook):
-    """Keeps model_dir/run_state.json up to date."""
+    """Keeps model_dir/run_state.json up to date.
 
-    def __init__(self, model_dir: str | os.PathLike[str]):
+    Args:
+      model_dir: the run's folder.
+      trained: the target tokens and examples of the steps before this start; the steps are added.
+    """
+
+    def __init__(self, model_dir: str | os.PathLike[str], trained: dict[str, int]):
         self._path = output_path(model_dir) / RUN_STATE_FILE
         # A short window, so that the speed is that of the latest steps, however slow the start was.
         self._recent: deque[StepMetrics] = deque(maxlen=20)
-        self._tokens = self._examples = self._first = self._last = 0
+        self._trained, self._first, self._last = trained, 0, 0
         self._started, self._written_at = _now(), 0.0
 
     def start(self, loop: TrainingLoop, last_step: int) -> None:
@@ -36,8 +41,8 @@ class RecordRunState(Hook):
     def on_metrics(self, metrics: StepMetrics) -> None:
         """Counts the step; writes if the file is old enough."""
         self._recent.append(metrics)
-        self._tokens += metrics.target_tokens
-        self._examples += metrics.examples
+        self._trained["target_tokens"] += metrics.target_tokens
+        self._trained["examples"] += metrics.examples
         # Not at every step: each write waits for the disk.
         if time.monotonic() - self._written_at >= _SECONDS_BETWEEN_UPDATES:
             self._write("running")
@@ -70,8 +75,7 @@ class RecordRunState(Hook):
             step=step,
             last_step=self._last,
             loss=latest.loss if latest else None,
-            target_tokens=self._tokens,
-            examples=self._examples,
+            **self._trained,
             steps_per_second=speed,
             target_tokens_per_second=tokens,
             seconds_left=(self._last - step) / speed if speed else None,

@@ -1,8 +1,9 @@
 """What a run remembers between its starts.
 
-A checkpoint's `progress.json` has the step from which periods are counted, and the state of its
-actions, such as the history of early stopping. A checkpoint is written before the evaluation of
-its step, so model_dir/evaluated.json repeats both as they are after the latest evaluation.
+A checkpoint's `progress.json` has the step from which periods are counted, what the steps up to it
+trained on, and the state of its actions, such as the history of early stopping. A checkpoint is
+written before the evaluation of its step, so model_dir/evaluated.json repeats all of it as it is
+after the latest evaluation.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ EVALUATED_FILE = "evaluated.json"
 
 
 class RunProgress:
-    """Saves and restores a run's progress: where periods start, and the state of its actions.
+    """Saves and restores a run's progress: where it began, what it trained on, its actions' state.
 
     Args:
       model_dir: the run's folder.
@@ -35,6 +36,7 @@ class RunProgress:
       first_step: the step at which the run first began, from which periods are counted.
       evaluated: the step of the latest finished evaluation, if it is `step`; else None.
       stopped: whether an action stopped the run after that evaluation.
+      trained: the target tokens and examples of the run's steps.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class RunProgress:
     ):
         self.path, self._actions = output_path(model_dir) / EVALUATED_FILE, actions
         self.first_step, self.evaluated, self.stopped = step, None, False
+        self.trained = {"target_tokens": 0, "examples": 0}
         if checkpoint is None:
             if is_first():
                 # A file that an earlier run left would make this run's first evaluation look done.
@@ -56,6 +59,7 @@ class RunProgress:
         after = _read_json(self.path)
         notes = after if after.get("step") == step else _read_json(checkpoint / PROGRESS_FILE)
         self.first_step = notes.get("first_step", step)
+        self.trained |= notes.get("trained", {})
         if notes is after:
             self.evaluated, self.stopped = step, bool(after["stopped"])
         for mode, states in notes.get("actions", {}).items():
@@ -68,7 +72,7 @@ class RunProgress:
         states = {
             mode: [item.state_dict() for item in items] for mode, items in self._actions.items()
         }
-        return {"first_step": self.first_step, "actions": states}
+        return {"first_step": self.first_step, "trained": self.trained, "actions": states}
 
     def save(self, folder: Path) -> None:
         """Writes the progress into a checkpoint that is being written."""
