@@ -27,7 +27,7 @@ from t0repro.reports.comparison_page import history_page, losses_in_words, score
 from t0repro.reports.history import read_history
 from t0repro.reports.make_report import ExtraContent, make_report
 from t0repro.reports.page_terminal import print_page
-from t0repro.reports.prompts import load_prompts
+from t0repro.reports.prompts import load_prompts, read_reported_prompts
 from t0repro.reports.provenance import default_label
 from t0repro.reports.report import Report, load_report
 from t0repro.reports.report_files import write_report
@@ -270,7 +270,8 @@ def history(
 ) -> None:
     r"""Show accuracy by checkpoint, one curve per dataset.
 
-    With --module_import, tasks are grouped by dataset.
+    Tasks are grouped by dataset, as in the report beside the evaluation; without one, give
+    --module_import.
 
     Example:
       t0repro report history runs/demo/model/validation_eval \
@@ -278,7 +279,9 @@ def history(
     """
     # Any step will do, because a history includes all steps.
     folder, _ = find_evaluation(eval_dir)
-    found = read_history(folder, load_prompts(module_import or ()))
+    found = read_history(
+        folder, {**read_reported_prompts(folder), **load_prompts(module_import or ())}
+    )
     show_page("history", history_page(found), found, out, as_json=as_json)
 
 

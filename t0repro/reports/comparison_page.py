@@ -129,10 +129,7 @@ def sets_in_words(sets: Sequence[Sequence[str]]) -> str:
 
 def losses_page(comparisons: Sequence[LossComparison]) -> Page:
     """Training losses compared with the first run's."""
-    sections = (
-        losses_section(compared, f"{compared.label_a} and {compared.label_b}, step by step")
-        for compared in comparisons
-    )
+    sections = (losses_section(compared) for compared in comparisons)
     return Page("Training losses compared", tuple(sections))
 
 
@@ -314,11 +311,12 @@ def _right(right_a: bool, right_b: bool, a: str, b: str) -> str:
     return "both" if right_a and right_b else a if right_a else b if right_b else "neither"
 
 
-def losses_section(compared: LossComparison, title: str, level: Literal[2, 3] = 2) -> Section:
+def losses_section(compared: LossComparison, level: Literal[2, 3] = 2) -> Section:
     """Two training runs' losses, thinned if there are many; the largest difference is bold."""
-    shown = thinned_losses(compared)
+    shown, steps = thinned_losses(compared), counted(len(compared.rows), "step")
+    of = f"{len(shown)} of {steps}" if len(shown) < len(compared.rows) else steps
     return Section(
-        title,
+        f"{compared.label_a} and {compared.label_b}: {compared.unit}, {of}",
         lines=(losses_in_words(compared),),
         header=("step", compared.label_a, compared.label_b, "relative difference"),
         rows=tuple(_loss_cells(row) for row in shown),

@@ -56,6 +56,7 @@ class LossComparison:
     Attributes:
       rows: the steps that both runs have, ascending.
       only_a: number of steps that the second run lacks; only_b those that the first lacks.
+      unit: of both losses.
     """
 
     label_a: str
@@ -63,6 +64,7 @@ class LossComparison:
     rows: tuple[LossRow, ...]
     only_a: int
     only_b: int
+    unit: str = "training loss"  # reports of 0.1.0 do not say
 
     @property
     def worst(self) -> LossRow:
@@ -144,10 +146,12 @@ def compare_losses(
 ) -> LossComparison:
     """Compares the training losses of two metrics.jsonl at the steps that both have.
 
+    They are per target token if both runs have recorded that for every step.
+
     Raises:
       UserError: if one has no loss, they share no step, or a loss is NaN or Inf.
     """
-    losses_a, losses_b = read_losses(metrics_a), read_losses(metrics_b)
+    unit, (losses_a, losses_b) = _read_in_one_unit(metrics_a, metrics_b)
     shared = losses_a.keys() & losses_b.keys()
     if not shared:
         raise UserError(
@@ -168,6 +172,7 @@ def compare_losses(
         rows=tuple(rows),
         only_a=len(losses_a.keys() - shared),
         only_b=len(losses_b.keys() - shared),
+        unit=unit,
     )
 
 
@@ -179,15 +184,21 @@ def loss_curve(metrics: str | os.PathLike[str], label: str) -> LossCurve | None:
     Raises:
       UserError: as read_losses does.
     """
-    by_step, unit = read_losses(metrics), f"loss{OWN_UNIT}"
-    rows = [row for row in metric_rows(metrics) if row.get("split") == "train" and "loss" in row]
-    if all(LOSS_PER_TOKEN in row for row in rows):
-        by_step, unit = read_losses(metrics, LOSS_PER_TOKEN), LOSS
+    unit, (by_step,) = _read_in_one_unit(metrics)
     found = [(step, loss) for step, loss in by_step.items() if math.isfinite(loss)]
     if not found:
         return None
     steps, losses = zip(*thinned(found, MAX_CURVE_POINTS), strict=True)
     return LossCurve(label, steps, losses, len(found), unit)
+
+
+def _read_in_one_unit(*metrics: str | os.PathLike[str]) -> tuple[str, list[dict[int, float]]]:
+    """The losses of runs, with their unit: per target token if each step of each has that."""
+    losses = [read_losses(path) for path in metrics]
+    rows = (row for path in metrics for row in metric_rows(path))
+    if all(LOSS_PER_TOKEN in row for row in rows if row.get("split") == "train" and "loss" in row):
+        return LOSS, [read_losses(path, LOSS_PER_TOKEN) for path in metrics]
+    return f"loss{OWN_UNIT}", losses
 
 
 def thinned_losses(compared: LossComparison) -> list[LossRow]:

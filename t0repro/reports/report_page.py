@@ -311,8 +311,7 @@ def _training_sections(report: Report) -> list[Section]:
         title = f"Scores of {compared.label_a} and {compared.label_b}{same}"
         sections += [scores_section(compared, title), *flips_section(compared)]
     if losses := report.losses:
-        title = f"Losses of {losses.label_a} and {losses.label_b}"
-        sections.append(losses_section(losses, title, level=3))
+        sections.append(losses_section(losses, level=3))
     if report.conversion:
         sections.append(Section("Conversion", text=report.conversion))
     return sections

@@ -21,9 +21,10 @@ def invoke(*arguments):
 def test_losses_are_printed_the_table_and_fails_beyond_the_tolerance(tmp_path):
     a = write_metrics(tmp_path / "a.jsonl", {step: 4.0 for step in range(1, 200)})
     b = write_metrics(tmp_path / "b.jsonl", {step: 4.0 for step in range(1, 200)} | {77: 4.004})
-    run = invoke(f"mtf={a}", b)
+    run = invoke(f"mtf={a}", f"jax={b}")
     assert run.exit_code == 0
-    assert "mtf" in run.output
+    words = " ".join(run.output.split())
+    assert "mtf and jax: loss in its own unit, 40 of 199 steps" in words
     assert "Largest relative difference: 1.00e-03 at step 77 (199 steps compared)" in run.output
     assert invoke(a, b, "--tol", "2e-3").exit_code == 0
     assert invoke(a, b, "--tol", "1e-4").exit_code == 1

@@ -297,10 +297,15 @@ def test_the_command_shows_a_history(tmp_path):
         app, ["history", str(tmp_path), "--out", str(out)], catch_exceptions=False
     )
     assert run.exit_code == 0
-    assert json.loads((out / "history.json").read_text())["steps"] == [10, 20, 30]
+    found = json.loads((out / "history.json").read_text())
+    assert found["steps"] == [10, 20, 30]
+    assert list(found["curves"]) == ["rte_one", "rte_two"]
     assert (out / "history.html").read_text().count("<svg") == 2
+    run_here = Run("a", tmp_path / "validation_eval")
+    write_report(make_report(run_here, PROMPTS, ReportOptions(bootstrap=BOOTSTRAP)), tmp_path)
     run = CliRunner().invoke(app, ["history", str(tmp_path), "--json", "--out", str(out)])
     assert run.exit_code == 0
+    assert list(json.loads(run.stdout)["curves"]) == ["super_glue/rte"]
     # What was written is said elsewhere, so that standard output is JSON alone.
     assert json.loads(run.stdout) == json.loads((out / "history.json").read_text())
     assert "wrote " in run.stderr

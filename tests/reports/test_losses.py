@@ -59,6 +59,8 @@ def test_unusable_losses_are_a_users_mistake(tmp_path):
 def test_a_curve_is_per_target_token_where_every_step_has_that(tmp_path):
     path = tmp_path / "metrics.jsonl"
     lines = [{"split": "train", "step": step, "loss": 0.2 * step} for step in (1, 2)]
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps(lines[0] | {"loss": 9.0, "loss_per_target_token": 1.2}) + "\n")
     for count, expected in ((1, (0.2, 0.4)), (2, (1.2, 2.4))):
         for line in lines[:count]:
             line["loss_per_target_token"] = 6 * line["loss"]
@@ -66,3 +68,8 @@ def test_a_curve_is_per_target_token_where_every_step_has_that(tmp_path):
         curve = loss_curve(path, "jax")
         assert curve.losses == pytest.approx(expected)
         assert curve.unit == ("loss in its own unit", "loss per target token")[count - 1]
+        # So are those of two runs, whatever each divides its loss by.
+        compared = compare_losses(path, other)
+        assert compared.unit == curve.unit
+        assert compared.rows[0].loss_a == pytest.approx(expected[0])
+        assert compared.rows[0].loss_b == (9.0, 1.2)[count - 1]
