@@ -32,8 +32,8 @@ def einsum(equation: str, x: Array, y: Array, dtype: DTypeLike | None = None) ->
 
     XLA on CPU converts bfloat16 operands to float32 unless the result is float32, and so leaves the
     processor's bfloat16 instructions (AVX-512 and AMX) unused. There the result is computed in
-    float32, then rounded, in the forward pass and in the gradients. Other platforms compile what
-    they would without this function.
+    float32, then rounded, in the forward pass and in the gradients; the gradient of a float32
+    result is rounded first. Other platforms compile what they would without this function.
 
     Args:
       equation: each index of an operand is in the other one or in the result.
@@ -43,16 +43,14 @@ def einsum(equation: str, x: Array, y: Array, dtype: DTypeLike | None = None) ->
     """
     operands = {x.dtype, y.dtype}
     if operands == {jnp.dtype("bfloat16")} and device_to_trace_for().platform == "cpu":
-        if dtype == jnp.float32:
-            return _multiply(equation, x, y)
-        rounded: Any = _einsum_in_float32(equation, x, y)
-        return rounded
+        result: Any = _einsum_in_float32(equation, x, y, dtype or x.dtype)
+        return result
     return jnp.einsum(equation, x, y, preferred_element_type=dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _einsum_in_float32(equation: str, x: Array, y: Array) -> Array:
-    return _multiply(equation, x, y).astype(x.dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def _einsum_in_float32(equation: str, x: Array, y: Array, dtype: DTypeLike) -> Array:
+    return _multiply(equation, x, y).astype(dtype)
 
 
 def _multiply(equation: str, x: Array, y: Array) -> Array:
@@ -67,17 +65,18 @@ def _multiply(equation: str, x: Array, y: Array) -> Array:
     return result.reshape(*x.shape[:2], *result.shape[1:])
 
 
-def _forward(equation: str, x: Array, y: Array) -> tuple[Array, Any]:
+def _forward(equation: str, x: Array, y: Array, dtype: DTypeLike) -> tuple[Array, Any]:
     left, right, result = re.split(",|->", equation)
     name = BATCHED_MATMUL if set(left) & set(right) & set(result) else MATMUL
-    return checkpoint_name(_einsum_in_float32(equation, x, y), name), (x, y)
+    return checkpoint_name(_einsum_in_float32(equation, x, y, dtype), name), (x, y)
 
 
-def _backward(equation: str, residuals: Any, d_result: Array) -> tuple[Any, Any]:
+def _backward(equation: str, dtype: DTypeLike, residuals: Any, d_result: Array) -> tuple[Any, Any]:
     # Without this rule, JAX would multiply by a float32 gradient, with both operands converted.
     (x, y), (left, right, result) = residuals, re.split(",|->", equation)
-    d_x = _einsum_in_float32(f"{result},{right}->{left}", d_result, y)
-    return d_x, _einsum_in_float32(f"{left},{result}->{right}", x, d_result)
+    d_result = d_result.astype(x.dtype)
+    d_x = _einsum_in_float32(f"{result},{right}->{left}", d_result, y, x.dtype)
+    return d_x, _einsum_in_float32(f"{left},{result}->{right}", x, d_result, y.dtype)
 
 
 _einsum_in_float32.defvjp(_forward, _backward)

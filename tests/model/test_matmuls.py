@@ -63,9 +63,15 @@ def test_other_platforms_and_dtypes_compile_jaxs_own_einsum(platform, dtype, equ
     )
 
 
+def as_logits(equation, x, y):
+    """A float32 result, with a float32 gradient."""
+    return einsum(equation, x, y, jnp.float32).astype(x.dtype)
+
+
+@pytest.mark.parametrize("function", [einsum, as_logits])
 @pytest.mark.parametrize("equation", CASES)
-def test_a_cpu_multiplies_bfloat16_and_adds_in_float32(equation):
-    text = lowered(einsum, equation, jnp.bfloat16, "cpu")
+def test_a_cpu_multiplies_bfloat16_and_adds_in_float32(equation, function):
+    text = lowered(function, equation, jnp.bfloat16, "cpu")
     types = re.findall(r"dot_general.*: \(tensor<.*x(\w+)>, tensor<.*x(\w+)>\) -> .*x(\w+)>", text)
     # The result and both gradients.
     assert types == [("bf16", "bf16", "f32")] * 3
