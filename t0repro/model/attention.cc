@@ -1,4 +1,5 @@
-// Attention with T5's position bias on a CPU: forward pass and gradients, float32.
+// Attention with T5's position bias on a CPU: forward pass and gradients. Queries, keys, values and
+// results are float32 or bfloat16; everything is computed in float32.
 //
 // One task is one head of one row of the batch. It takes a block of queries at a time and computes
 // only the panels of keys that some query of the block may see: with packed rows, most of the matrix
@@ -24,6 +25,7 @@
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <type_traits>
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
@@ -80,6 +82,37 @@ inline Vector exponential(Vector x) {
   Vector power;
   std::memcpy(&power, &exponent, sizeof(power));
   return underflows ? Vector{} : p * power;
+}
+
+// ---- Numbers ------------------------------------------------------------------------------------
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+inline float widened(float x) { return x; }
+inline float widened(BFloat16 x) {
+  const uint32_t bits = uint32_t{x.bits} << 16;
+  float y;
+  std::memcpy(&y, &bits, sizeof(y));
+  return y;
+}
+
+template <typename T>
+inline T rounded(float x) {
+  if constexpr (std::is_same_v<T, float>) {
+    return x;
+  } else {  // to the nearest, of two such to the even one
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof(bits));
+    const uint32_t nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return {static_cast<uint16_t>(x == x ? nearest : 0x7fc0)};
+  }
+}
+
+template <typename T>
+inline void write(const float* x, int64_t count, T* to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = rounded<T>(x[i]);
 }
 
 // ---- Matmuls ------------------------------------------------------------------------------------
@@ -168,16 +201,21 @@ struct Sizes {
   int64_t row() const { return heads * depth; }  // distance between positions
 };
 
-// What all tasks read.
+// What all tasks read, beside queries, keys and values.
 struct Inputs {
   Sizes sizes;
-  const float *query, *key, *value;
   const float* bias;  // null if there is none
   const int32_t *query_segments, *key_segments;  // [batch, length]
   const int32_t *query_order, *key_order;        // [batch, length]
-  const float* at(const float* x, int64_t length, int64_t row, int64_t head) const {
+  template <typename T>
+  T* at(T* x, int64_t length, int64_t row, int64_t head) const {
     return x + row * length * sizes.row() + head * sizes.depth;
   }
+};
+
+template <typename T>
+struct Arrays {
+  T *query, *key, *value;
 };
 
 uint64_t bit(int32_t segment) { return uint64_t{1} << (static_cast<uint32_t>(segment) % 64); }
@@ -224,16 +262,16 @@ class Head {
   }
 
   // Logits of the block, [count, panels x kPanel]; minus infinity where nothing is seen.
-  // keys: panels of [depth, kPanel].
-  void logits(const float* query, const float* keys, float* result) const {
+  // queries: [count, padded depth]; keys: panels of [depth, kPanel].
+  void logits(const float* queries, const float* keys, float* result) const {
     const Sizes& n = in.sizes;
     const int64_t width = panels.size() * kPanel;
     const Vector nothing = all(-std::numeric_limits<float>::infinity());
     for (size_t at = 0; at < panels.size(); ++at) {
       const int64_t panel = panels[at];
       float* of_panel = result + at * kPanel;
-      matmul<false>(count_, kPanel, n.depth, {query, n.row(), 1}, keys + panel * n.depth * kPanel,
-                    kPanel, of_panel, width);
+      matmul<false>(count_, kPanel, n.depth, {queries, n.padded_depth(), 1},
+                    keys + panel * n.depth * kPanel, kPanel, of_panel, width);
       for (int64_t i = 0; i < count_; ++i) {
         const int64_t q = row * n.queries + first_ + i;
         const int32_t segment = in.query_segments[q], order = in.query_order[q];
@@ -263,13 +301,14 @@ class Head {
 };
 
 // [length, depth] of a head as panels of [depth, kPanel], zero beyond the length.
-void transpose(const float* x, const Sizes& n, float* panels) {
+template <typename T>
+void transpose(const T* x, const Sizes& n, float* panels) {
   for (int64_t start = 0; start < n.padded_keys(); start += kPanel) {
     float* panel = panels + start * n.depth;
     for (int64_t j = 0; j < kPanel; ++j) {
       if (start + j < n.keys) {
-        const float* from = x + (start + j) * n.row();
-        for (int64_t p = 0; p < n.depth; ++p) panel[p * kPanel + j] = from[p];
+        const T* from = x + (start + j) * n.row();
+        for (int64_t p = 0; p < n.depth; ++p) panel[p * kPanel + j] = widened(from[p]);
       } else {
         for (int64_t p = 0; p < n.depth; ++p) panel[p * kPanel + j] = 0;
       }
@@ -278,36 +317,40 @@ void transpose(const float* x, const Sizes& n, float* panels) {
 }
 
 // `length` positions of a head, side by side, zero beyond the depth and up to `padded` positions.
-void gather(const float* x, const Sizes& n, int64_t length, int64_t padded, float* rows) {
+template <typename T>
+void gather(const T* x, const Sizes& n, int64_t length, int64_t padded, float* rows) {
   const int64_t width = n.padded_depth();
   for (int64_t j = 0; j < padded; ++j) {
     const int64_t copied = j < length ? n.depth : 0;
-    if (copied) std::memcpy(rows + j * width, x + j * n.row(), copied * sizeof(float));
+    for (int64_t p = 0; p < copied; ++p) rows[j * width + p] = widened(x[j * n.row() + p]);
     std::fill(rows + j * width + copied, rows + (j + 1) * width, 0.0f);
   }
 }
 
-void forward(const Inputs& in, int64_t row, int64_t head, Scratch& scratch, float* y,
-             float* log_z) {
+template <typename T>
+void forward(const Inputs& in, const Arrays<const T>& read, int64_t row, int64_t head,
+             Scratch& scratch, T* y, float* log_z) {
   const Sizes& n = in.sizes;
   const int64_t depth = n.padded_depth();
-  scratch.start(n.padded_keys() * (n.depth + depth + kBlock) + kBlock * depth);
+  scratch.start(n.padded_keys() * (n.depth + depth + kBlock) + 2 * kBlock * depth);
   float* keys = scratch.take(n.padded_keys() * n.depth);
   float* values = scratch.take(n.padded_keys() * depth);
   float* weights = scratch.take(n.padded_keys() * kBlock);
+  float* queries = scratch.take(kBlock * depth);
   float* sums = scratch.take(kBlock * depth);
   Head block(in, row, head);
-  transpose(in.at(in.key, n.keys, row, head), n, keys);
-  gather(in.at(in.value, n.keys, row, head), n, n.keys, n.padded_keys(), values);
-  const float* query = in.at(in.query, n.queries, row, head);
-  y += row * n.queries * n.row() + head * n.depth;
+  transpose(in.at(read.key, n.keys, row, head), n, keys);
+  gather(in.at(read.value, n.keys, row, head), n, n.keys, n.padded_keys(), values);
+  const T* query = in.at(read.query, n.queries, row, head);
+  y = in.at(y, n.queries, row, head);
   log_z += (row * n.heads + head) * n.queries;
 
   for (int64_t first = 0; first < n.queries; first += kBlock) {
     const int64_t count = std::min<int64_t>(kBlock, n.queries - first);
     block.begin(first, count);
     const int64_t width = block.panels.size() * kPanel;
-    block.logits(query + first * n.row(), keys, weights);
+    gather(query + first * n.row(), n, count, kBlock, queries);
+    block.logits(queries, keys, weights);
     float scale[kBlock];
     for (int64_t i = 0; i < count; ++i) {
       float* x = weights + i * width;
@@ -337,26 +380,24 @@ void forward(const Inputs& in, int64_t row, int64_t head, Scratch& scratch, floa
                    values + block.panels[at] * kPanel * depth, depth, sums, depth);
     }
     for (int64_t i = 0; i < count; ++i) {
-      float* to = y + (first + i) * n.row();
+      float* sum = sums + i * depth;
       if (scale[i]) {
-        for (int64_t p = 0; p < n.depth; ++p) to[p] = sums[i * depth + p] * scale[i];
-        continue;
+        for (int64_t p = 0; p < n.depth; ++p) sum[p] *= scale[i];
+      } else {
+        for (int64_t j = 0; j < n.keys; ++j) {
+          for (int64_t p = 0; p < n.depth; ++p) sum[p] += values[j * depth + p];
+        }
       }
-      std::fill(to, to + n.depth, 0.0f);
-      for (int64_t j = 0; j < n.keys; ++j) {
-        for (int64_t p = 0; p < n.depth; ++p) to[p] += values[j * depth + p];
-      }
+      write(sum, n.depth, y + (first + i) * n.row());
     }
   }
 }
 
-struct Gradients {
-  float *query, *key, *value;
-  float* bias;  // [batch, heads, offsets], null if there is none
-};
-
-void backward(const Inputs& in, int64_t row, int64_t head, Scratch& scratch, const float* log_z,
-              const float* d_y, const Gradients& out) {
+// d_bias: [batch, heads, offsets].
+template <typename T>
+void backward(const Inputs& in, const Arrays<const T>& read, int64_t row, int64_t head,
+              Scratch& scratch, const float* log_z, const T* d_y, const Arrays<T>& out,
+              float* d_bias_out) {
   const Sizes& n = in.sizes;
   const int64_t depth = n.padded_depth(), all_keys = n.padded_keys();
   const int64_t offsets = n.queries + n.keys - 1;
@@ -375,14 +416,14 @@ void backward(const Inputs& in, int64_t row, int64_t head, Scratch& scratch, con
   float* d_query = scratch.take(kBlock * depth);
   float* d_bias = scratch.take(up_to(n.queries + all_keys, kPanel));
   Head block(in, row, head);
-  transpose(in.at(in.key, n.keys, row, head), n, keys_across);
-  transpose(in.at(in.value, n.keys, row, head), n, values_across);
-  gather(in.at(in.key, n.keys, row, head), n, n.keys, all_keys, keys);
-  gather(in.at(in.value, n.keys, row, head), n, n.keys, all_keys, values);
+  transpose(in.at(read.key, n.keys, row, head), n, keys_across);
+  transpose(in.at(read.value, n.keys, row, head), n, values_across);
+  gather(in.at(read.key, n.keys, row, head), n, n.keys, all_keys, keys);
+  gather(in.at(read.value, n.keys, row, head), n, n.keys, all_keys, values);
   std::fill(d_key, d_key + all_keys * depth, 0.0f);
   std::fill(d_value, d_value + all_keys * depth, 0.0f);
   std::fill(d_bias, d_bias + n.queries + all_keys, 0.0f);
-  const float* query = in.at(in.query, n.queries, row, head);
+  const T* query = in.at(read.query, n.queries, row, head);
   d_y = in.at(d_y, n.queries, row, head);
   log_z += (row * n.heads + head) * n.queries;
 
@@ -392,7 +433,7 @@ void backward(const Inputs& in, int64_t row, int64_t head, Scratch& scratch, con
     const int64_t width = block.panels.size() * kPanel;
     gather(query + first * n.row(), n, count, kBlock, queries);
     gather(d_y + first * n.row(), n, count, kBlock, d_ys);
-    block.logits(query + first * n.row(), keys_across, weights);
+    block.logits(queries, keys_across, weights);
     for (size_t at = 0; at < block.panels.size(); ++at) {
       matmul<false>(count, kPanel, n.depth, {d_ys, depth, 1},
                     values_across + block.panels[at] * kPanel * n.depth, kPanel,
@@ -454,20 +495,16 @@ void backward(const Inputs& in, int64_t row, int64_t head, Scratch& scratch, con
         d_bias[n.queries - 1 - (first + i) + j] += d_logit;
       }
     }
-    float* to = out.query + (row * n.queries + first) * n.row() + head * n.depth;
-    for (int64_t i = 0; i < count; ++i) {
-      std::memcpy(to + i * n.row(), d_query + i * depth, n.depth * sizeof(float));
-    }
+    T* to = in.at(out.query, n.queries, row, head) + first * n.row();
+    for (int64_t i = 0; i < count; ++i) write(d_query + i * depth, n.depth, to + i * n.row());
   }
-  const int64_t start = row * n.keys * n.row() + head * n.depth;
+  T* to_key = in.at(out.key, n.keys, row, head);
+  T* to_value = in.at(out.value, n.keys, row, head);
   for (int64_t j = 0; j < n.keys; ++j) {
-    const int64_t to = start + j * n.row();
-    std::memcpy(out.key + to, d_key + j * depth, n.depth * sizeof(float));
-    std::memcpy(out.value + to, d_value + j * depth, n.depth * sizeof(float));
+    write(d_key + j * depth, n.depth, to_key + j * n.row());
+    write(d_value + j * depth, n.depth, to_value + j * n.row());
   }
-  if (in.bias) {
-    std::memcpy(out.bias + (row * n.heads + head) * offsets, d_bias, offsets * sizeof(float));
-  }
+  if (in.bias) write(d_bias, offsets, d_bias_out + (row * n.heads + head) * offsets);
 }
 
 // ---- All heads, on XLA's threads ----------------------------------------------------------------
@@ -500,21 +537,18 @@ void on_threads(ffi::ThreadPool pool, int64_t tasks, std::function<void(int64_t,
   state->finished.wait(lock, [&] { return state->done == tasks; });
 }
 
-using Floats3 = ffi::Buffer<ffi::F32, 3>;
-using Floats4 = ffi::Buffer<ffi::F32, 4>;
 using Floats2 = ffi::Buffer<ffi::F32, 2>;
+using Floats3 = ffi::Buffer<ffi::F32, 3>;
 using Integers2 = ffi::Buffer<ffi::S32, 2>;
+// Float32 or bfloat16, all of a call alike: [batch, length, heads, depth].
+using Numbers = ffi::AnyBuffer;
 
-// Buffers are described by their logical shape, [batch, heads, length, depth].
-Inputs inputs(Floats4 query, Floats4 key, Floats4 value, Floats2 bias, Integers2 query_segments,
+Inputs inputs(Numbers query, Numbers key, Floats2 bias, Integers2 query_segments,
               Integers2 key_segments, Integers2 query_order, Integers2 key_order) {
   const auto q = query.dimensions();
-  const Sizes sizes{q[0], q[1], q[2], key.dimensions()[2], q[3]};
+  const Sizes sizes{q[0], q[2], q[1], key.dimensions()[1], q[3]};
   const bool biased = bias.dimensions()[1] == sizes.queries + sizes.keys - 1;
   return {sizes,
-          query.typed_data(),
-          key.typed_data(),
-          value.typed_data(),
           biased ? bias.typed_data() : nullptr,
           query_segments.typed_data(),
           key_segments.typed_data(),
@@ -522,44 +556,66 @@ Inputs inputs(Floats4 query, Floats4 key, Floats4 value, Floats2 bias, Integers2
           key_order.typed_data()};
 }
 
-ffi::Error forward_call(ffi::ThreadPool pool, Floats4 query, Floats4 key, Floats4 value,
-                        Floats2 bias, Integers2 query_segments, Integers2 key_segments,
-                        Integers2 query_order, Integers2 key_order, ffi::Result<Floats4> y,
-                        ffi::Result<Floats3> log_z) {
-  const Inputs in = inputs(query, key, value, bias, query_segments, key_segments, query_order,
-                           key_order);
-  float *to = y->typed_data(), *z = log_z->typed_data();
-  const int64_t heads = in.sizes.heads;
-  on_threads(pool, in.sizes.batch * heads, [=](int64_t task, Scratch& scratch) {
-    forward(in, task / heads, task % heads, scratch, to, z);
-  });
+template <typename T>
+T* data(Numbers x) {
+  return static_cast<T*>(x.untyped_data());
+}
+
+// Calls the function with a number of the type that an array holds.
+template <typename Function>
+ffi::Error by_type(Numbers x, Function function) {
+  if (x.element_type() == ffi::BF16) {
+    function(BFloat16{});
+  } else {
+    function(float{});
+  }
   return ffi::Error::Success();
 }
 
-ffi::Error backward_call(ffi::ThreadPool pool, Floats4 query, Floats4 key, Floats4 value,
-                         Floats2 bias, Integers2 query_segments, Integers2 key_segments,
-                         Integers2 query_order, Integers2 key_order, Floats3 log_z, Floats4 d_y,
-                         ffi::Result<Floats4> d_query, ffi::Result<Floats4> d_key,
-                         ffi::Result<Floats4> d_value, ffi::Result<Floats3> d_bias) {
-  const Inputs in = inputs(query, key, value, bias, query_segments, key_segments, query_order,
-                           key_order);
-  const Gradients out{d_query->typed_data(), d_key->typed_data(), d_value->typed_data(),
-                      d_bias->typed_data()};
-  const float *z = log_z.typed_data(), *dy = d_y.typed_data();
-  const int64_t heads = in.sizes.heads;
-  on_threads(pool, in.sizes.batch * heads, [=](int64_t task, Scratch& scratch) {
-    backward(in, task / heads, task % heads, scratch, z, dy, out);
+ffi::Error forward_call(ffi::ThreadPool pool, Numbers query, Numbers key, Numbers value,
+                        Floats2 bias, Integers2 query_segments, Integers2 key_segments,
+                        Integers2 query_order, Integers2 key_order, ffi::Result<Numbers> y,
+                        ffi::Result<Floats3> log_z) {
+  const Inputs in = inputs(query, key, bias, query_segments, key_segments, query_order, key_order);
+  return by_type(query, [&](auto number) {
+    using T = decltype(number);
+    const Arrays<const T> read{data<T>(query), data<T>(key), data<T>(value)};
+    T* to = data<T>(*y);
+    float* z = log_z->typed_data();
+    const int64_t heads = in.sizes.heads;
+    on_threads(pool, in.sizes.batch * heads, [=](int64_t task, Scratch& scratch) {
+      forward(in, read, task / heads, task % heads, scratch, to, z);
+    });
   });
-  return ffi::Error::Success();
+}
+
+ffi::Error backward_call(ffi::ThreadPool pool, Numbers query, Numbers key, Numbers value,
+                         Floats2 bias, Integers2 query_segments, Integers2 key_segments,
+                         Integers2 query_order, Integers2 key_order, Floats3 log_z, Numbers d_y,
+                         ffi::Result<Numbers> d_query, ffi::Result<Numbers> d_key,
+                         ffi::Result<Numbers> d_value, ffi::Result<Floats3> d_bias) {
+  const Inputs in = inputs(query, key, bias, query_segments, key_segments, query_order, key_order);
+  return by_type(query, [&](auto number) {
+    using T = decltype(number);
+    const Arrays<const T> read{data<T>(query), data<T>(key), data<T>(value)};
+    const Arrays<T> out{data<T>(*d_query), data<T>(*d_key), data<T>(*d_value)};
+    const float* z = log_z.typed_data();
+    const T* dy = data<T>(d_y);
+    float* to_bias = d_bias->typed_data();
+    const int64_t heads = in.sizes.heads;
+    on_threads(pool, in.sizes.batch * heads, [=](int64_t task, Scratch& scratch) {
+      backward(in, read, task / heads, task % heads, scratch, z, dy, out, to_bias);
+    });
+  });
 }
 
 // What both functions are given: query, key, value, bias, and who sees whom.
 auto bound_inputs() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::ThreadPool>()
-      .Arg<Floats4>()
-      .Arg<Floats4>()
-      .Arg<Floats4>()
+      .Arg<Numbers>()
+      .Arg<Numbers>()
+      .Arg<Numbers>()
       .Arg<Floats2>()
       .Arg<Integers2>()
       .Arg<Integers2>()
@@ -571,14 +627,14 @@ auto bound_inputs() {
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(t0repro_attention, forward_call,
                               bound_inputs()
-                                  .Ret<Floats4>()
+                                  .Ret<Numbers>()
                                   .Ret<Floats3>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(t0repro_attention_gradients, backward_call,
                               bound_inputs()
                                   .Arg<Floats3>()
-                                  .Arg<Floats4>()
-                                  .Ret<Floats4>()
-                                  .Ret<Floats4>()
-                                  .Ret<Floats4>()
+                                  .Arg<Numbers>()
+                                  .Ret<Numbers>()
+                                  .Ret<Numbers>()
+                                  .Ret<Numbers>()
                                   .Ret<Floats3>());

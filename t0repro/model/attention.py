@@ -5,7 +5,7 @@
     blocks    a block of queries at a time, in JAX (t0repro.model.blockwise_attention): anywhere
     tpu       a Pallas kernel (t0repro.model.tpu_attention): on TPUs from v4 on
     gpu       Pallas kernels (t0repro.model.gpu_attention): on NVIDIA GPUs from A100 on
-    cpu       a kernel in C++ (t0repro.model.cpu_attention): float32, on CPUs
+    cpu       a kernel in C++ (t0repro.model.cpu_attention): on CPUs
 
 The position bias depends only on the offset of a key from its query, so it is passed as [heads,
 offsets], and so is its gradient. A few numbers per position (`AttentionMask`) determine which query
@@ -79,8 +79,8 @@ def attention(
     dtype = jnp.dtype(dtype or query.dtype)
     float32 = dtype == value.dtype == jnp.float32
     way = choose_implementation(batch, heads, length, keys, float32=float32)
-    # A CPU multiplies bfloat16 arrays faster, to float32 logits too.
-    if way != "full" or device_to_trace_for().platform != "cpu":
+    # A CPU multiplies bfloat16 arrays faster, to float32 logits too; its kernel widens them itself.
+    if way == "blocks" or device_to_trace_for().platform != "cpu":
         query, key = query.astype(dtype), key.astype(dtype)
     if way == "full":
         return full_matrix(query, key, value, position_bias, mask, apply_dropout, dtype)
@@ -139,13 +139,7 @@ def _find_kernel(
     # Not where an outer axis of groups is sharded, as in training.
     mesh = jax.sharding.get_abstract_mesh()
     shards_all = mesh.empty or count_shards("batch", "heads") == mesh.size
-    if (
-        device.platform == "cpu"
-        and even
-        and shards_all
-        and float32
-        and cpu_attention.is_available()
-    ):
+    if device.platform == "cpu" and even and shards_all and cpu_attention.is_available():
         return "cpu"
     # After the CPU's, because they import Pallas.
     from t0repro.model import gpu_attention, tpu_attention

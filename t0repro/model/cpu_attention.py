@@ -1,4 +1,4 @@
-"""Attention on CPUs, in float32, with the kernel in attention.cc.
+"""Attention on CPUs, computed in float32 by the kernel in attention.cc.
 
 This machine's C++ compiler builds the kernel for this machine's instructions when a program first
 needs it; the user's cache keeps the library. Without a compiler nothing is built, and other
@@ -33,8 +33,6 @@ _PROCESSORS = Path("/proc/cpuinfo")
 _SOURCE = Path(__file__).with_name("attention.cc")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
 _TARGETS = tuple(KERNEL_MATMULS)
-# [batch, heads, length, d_kv] stored as [batch, length, heads, d_kv], the order of projections.
-_BY_POSITION = (0, 2, 1, 3)
 # Logical axes of what is sharded; of query, key, value, bias and mask.
 _ROWS = ("batch", "heads")
 _SEEN = (*[_ROWS] * 3, ("heads",), *[("batch",)] * 4)
@@ -52,6 +50,7 @@ def attention(
         # A bias without offsets tells the kernel that there is none.
         position_bias = jnp.zeros((query.shape[1], 0), jnp.float32)
     mask = mask.broadcast(query.shape[0], query.shape[2], key.shape[2])
+    query, key = query.astype(value.dtype), key.astype(value.dtype)
     attended: Any = _attend(query, key, value, position_bias.astype(jnp.float32), mask)
     return attended
 
@@ -63,7 +62,8 @@ def _attend(query: Array, key: Array, value: Array, bias: Array, mask: Any) -> A
 
 def _forward(query: Array, key: Array, value: Array, bias: Array, mask: Any) -> tuple[Array, Any]:
     def run(query: Array, *others: Array) -> Any:
-        return _call(_TARGETS[0], (query, *others), (query, query[..., 0]))
+        log_z = jax.ShapeDtypeStruct(query.shape[:-1], jnp.float32)
+        return _call(_TARGETS[0], (query, *others), (query, log_z))
 
     y, log_z = shard_kernel(run, _SEEN, (_ROWS, _ROWS))(query, key, value, bias, *mask)
     y, log_z = checkpoint_name(y, ATTENDED), checkpoint_name(log_z, ATTENDED)
@@ -86,19 +86,18 @@ _attend.defvjp(_forward, _backward)
 
 
 def _call(target: str, arguments: tuple[Any, ...], results: tuple[Any, ...]) -> Any:
-    """Calls a function of the kernel; `results` have its results' shapes."""
+    """Calls a function of the kernel; `results` have its results' shapes.
 
-    def layouts(arrays: tuple[Any, ...]) -> list[tuple[int, ...] | None]:
-        return [_BY_POSITION if len(x.shape) == 4 else None for x in arrays]
+    It reads and writes [batch, length, heads, d_kv], the order of projections, so that no array is
+    rearranged.
+    """
 
-    call = jax.ffi.ffi_call(
-        target,
-        tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results),
-        input_layouts=layouts(arguments),
-        output_layouts=layouts(results),
-        vmap_method="sequential",
-    )
-    return call(*arguments)
+    def swap(x: Any) -> Any:
+        return x.swapaxes(1, 2) if x.ndim == 4 else x
+
+    types = jax.eval_shape(lambda: tuple(swap(jnp.empty(x.shape, x.dtype)) for x in results))
+    call = jax.ffi.ffi_call(target, types, vmap_method="sequential")
+    return tuple(swap(x) for x in call(*(swap(x) for x in arguments)))
 
 
 @functools.cache

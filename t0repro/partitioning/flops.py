@@ -61,8 +61,8 @@ def _dot(equation: Any) -> int:
 
 def _kernel(equation: Any) -> int:
     """FLOPs of one matmul of an attention kernel, whose first arguments are queries and keys."""
-    (batch, heads, length, depth), keys = (x.aval.shape for x in equation.invars[:2])
-    return 2 * batch * heads * length * keys[2] * depth
+    (batch, length, heads, depth), keys = (x.aval.shape for x in equation.invars[:2])
+    return 2 * batch * heads * length * keys[1] * depth
 
 
 def _inner(params: dict[str, Any]) -> Iterator[Any]:

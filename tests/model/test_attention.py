@@ -136,15 +136,45 @@ def test_the_kernel_stays_within_its_memory_on_a_cpu_without_avx(tmp_path):
 
 
 @needs_compiler
-def test_the_kernel_serves_float32_of_some_size_on_one_cpu():
-    way = attending.choose_implementation
-    assert way(8, 6, 512, 512, float32=True) == "cpu"
-    assert way(8, 6, 512, 512, float32=False) == "full"
-    assert way(8, 6, 1, 512, float32=True) == "full"  # decoding
-    assert way(8, 2, 24, 24, float32=True) == "full"
-    assert way(8, 32, 1024, 1024, float32=True) == "cpu"
+@pytest.mark.parametrize("float32", [True, False], ids=["float32", "bfloat16"])
+def test_the_kernel_serves_attention_of_some_size_on_one_cpu(float32):
+    way = functools.partial(attending.choose_implementation, float32=float32)
+    assert way(8, 6, 512, 512) == "cpu"
+    assert way(8, 6, 1, 512) == "full"  # decoding
+    assert way(8, 2, 24, 24) == "full"
+    assert way(8, 32, 1024, 1024) == "cpu"
     with jax.set_mesh(jax.make_mesh((1, 1), ("data", "model"))):
-        assert way(8, 6, 512, 512, float32=True) == "cpu"
+        assert way(8, 6, 512, 512) == "cpu"
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kernel_rounds_bfloat16_results_once(kind):
+    *learned, bias, visibility = arrays(1, 2, 3, 70, 70, depth=64, kind=kind)
+    learned = [x.astype(jnp.bfloat16) for x in learned]
+    found = values_and_gradients(by_kernel, *learned, bias, visibility)
+    widened = [x.astype(jnp.float32) for x in learned]
+    y, (*gradients, d_bias) = values_and_gradients(by_kernel, *widened, bias, visibility)
+    # Of the cotangent too, and the gradients are those of the values that were given.
+    rounded = lambda x: x.astype(jnp.bfloat16)  # noqa: E731
+    assert (found[0] == rounded(y)).all()
+    for one, other in zip(found[1], (*map(rounded, gradients), d_bias), strict=True):
+        assert one.dtype == other.dtype
+        bound = 2**-7 * np.abs(other.astype(np.float32)).max()
+        np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (one, other)), atol=bound)
+
+
+@needs_compiler
+def test_the_kernel_rounds_to_bfloat16_as_jax_does():
+    # One query weighs two keys alike: results are means, a fourth of them between two numbers.
+    key = jax.random.normal(jax.random.key(0), (1, 1, 2, 256), jnp.bfloat16)
+    edges = jnp.array([jnp.inf, -jnp.inf, jnp.nan, 3e38], jnp.bfloat16)
+    value = key.at[0, 0, 0, :4].set(edges)
+    query, ones = jnp.zeros((1, 1, 1, 256), jnp.bfloat16), jnp.ones((1, 1), int)
+    mask = AttentionMask(ones, jnp.ones((1, 2), int)).broadcast(1, 1, 2)
+    y = cpu_attention.attention(query, key, value, None, mask)[0, 0, 0]
+    expected = (value[0, 0].astype(jnp.float32).sum(0) / 2).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(np.asarray(y, np.float32), np.asarray(expected, np.float32))
 
 
 def test_without_a_compiler_attention_is_xlas(monkeypatch, tmp_path):
@@ -174,7 +204,15 @@ def test_bfloat16_keeps_its_types_and_differs_by_its_rounding():
     jax.tree.map(compare, ours, theirs)
 
 
-@pytest.mark.parametrize("way", [full_matrix, functools.partial(in_blocks, 4)], ids=["full", "4"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        full_matrix,
+        functools.partial(in_blocks, 4),
+        pytest.param(by_kernel, marks=needs_compiler),
+    ],
+    ids=["full", "4", "kernel"],
+)
 def test_weights_of_bfloat16_logits_sum_to_one_up_to_their_rounding(way):
     """Also where logits are large, as T5's are: their log_z in bfloat16 was off by up to 14%."""
     query, key, value, bias, visibility = arrays(1, 2, 2, 64, 64)

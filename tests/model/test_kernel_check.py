@@ -216,6 +216,7 @@ def test_the_environment_chooses_the_implementation(monkeypatch):
     monkeypatch.setenv(attending.VARIABLE, "blocks")
     assert attending.choose_implementation(64, 32, 1024, 1024, float32=True) == "blocks"
     monkeypatch.setenv(attending.VARIABLE, "kernel")
+    monkeypatch.setattr(cpu_attention, "is_available", lambda: False)
     with pytest.raises(UserError, match="No attention kernel computes 1024 queries .* bfloat16"):
         attending.choose_implementation(64, 32, 1024, 1024, float32=False)
     # Small ones and decoding have none anywhere.
