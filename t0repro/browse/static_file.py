@@ -48,6 +48,8 @@ def render_static(pages: Pages, count: int, most_bytes: int = _MOST_BYTES) -> tu
     said = f"A sample of {counted(count, 'row')} of each of {counted(len(samples), 'prompt')}"
     if not samples:
         said = "No prompt has rows on this machine: set T0REPRO_DATA_DIR to a folder that has them"
+    if not prompts:
+        said = "There is no prompt to show: name a file that has some with --templates"
     if left_out:
         said += f"; to bound the file, {counted(left_out, 'prompt')} with rows have none here"
     css, script = asset("browse.css"), asset("browse.js")

@@ -84,6 +84,12 @@ def browse(
                 where=address,
                 fix="Copy the file here and name the copy.",
             )
+        if out is not None and not path.exists():
+            raise UserError(
+                "There is no such file of prompts, and a page of --out can write none.",
+                where=str(path),
+                fix="Name a file that exists, or leave out --out and write it in the browser.",
+            )
     own = [*named, *(rows or ())]
     load_tasks(modules_or_t0(module_import, own), None, into_seqio=False)
     bench = make_bench(list(dict.fromkeys(named)), rows or (), mixture, dataset)

@@ -98,14 +98,16 @@ class RankRun:
         """Scores all pairs, calling `done` with each finished chunk; returns the seconds taken."""
         plan = self.plan
         total = int(np.isnan(self.scores).sum())
+        known = f"{len(self.pairs) - total:,} scored already, " if total < len(self.pairs) else ""
         say(
-            f"{counted(len(self.pairs.index), 'pair')}, {len(self.pairs):,} distinct, {total:,} to"
-            f" score; {counted(len(plan.batches), 'batch', 'batches')} of"
+            f"{counted(len(self.pairs.index), 'pair')}, {len(self.pairs):,} distinct, {known}"
+            f"{total:,} to score; {counted(len(plan.batches), 'batch', 'batches')} of"
             f" {counted(len(plan.programs), 'program')}, {100 * plan.padding:.1f}% padding"
         )
-        started = last = handed_out = time.monotonic()
         waiting = self._hand_out_finished(self._chunk_pairs, done)
         with count_progress(total, "scoring", "pair", "scored") as advance:
+            # The same seconds as in the lines of progress.
+            started = last = handed_out = time.monotonic()
             for batch in self.engine.run(self.pairs, plan):
                 self._check(batch.pairs, batch.scores)
                 now = time.monotonic()
@@ -114,8 +116,9 @@ class RankRun:
                 advance(len(batch.pairs))
                 if now - handed_out >= _SECONDS_BETWEEN_CHUNKS:
                     waiting, handed_out = self._hand_out_finished(waiting, done), now
+        seconds = last - started
         self._hand_out_finished(waiting, done)
-        return time.monotonic() - started
+        return seconds
 
     def _load_known_scores(self) -> None:
         """Loads known scores from the journal; the others are NaN."""

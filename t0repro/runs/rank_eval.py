@@ -39,6 +39,7 @@ from t0repro.evaluation.generation import decode_examples
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.rank_run import RankRun, ScoredChunk
 from t0repro.evaluation.reading import TaskReader, read_buffers
+from t0repro.evaluation.records import read_records
 from t0repro.evaluation.score_journal import ScoreJournal, add_note, read_notes
 from t0repro.evaluation.selection import Selection, check_vocabulary, select_tasks
 from t0repro.evaluation.task_output import TaskOutput, TaskResult
@@ -197,7 +198,12 @@ class _Evaluation:
         selected = self.selected
         finished = self.outcome.finished = self.folder.finished(selected.names)
         if finished:
-            say(f"Finished already: {len(finished)} of {counted(len(selected.names), 'task')}.")
+            records = read_records(self.folder.path, self.checkpoint.step)
+            pairs = sum(records[name].get("pairs", 0) for name in finished)
+            say(
+                f"Finished already: {len(finished)} of {counted(len(selected.names), 'task')},"
+                f" with {counted(pairs, 'pair')}."
+            )
         if len(finished) < len(selected.names):
             add_note(self.journal, "devices", device_kind())
         to_rank = [name for name in selected.ranked if name not in finished]

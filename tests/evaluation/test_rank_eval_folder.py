@@ -32,7 +32,7 @@ def test_finished_tasks_are_not_run_again(evaluated, model_dir, prompts, monkeyp
     said = []
     again = evaluate(model_dir, out, said=said)
     assert again.finished == outcome.tasks and again.pairs == 0
-    assert "Finished already: 9 of 9 tasks." in said
+    assert f"Finished already: 9 of 9 tasks, with {outcome.pairs} pairs." in said
 
 
 def test_a_task_is_finished_only_for_its_checkpoint_prompt_and_limit(

@@ -91,7 +91,9 @@ def _suggestions(config: Run, devices: Any, chip: Any) -> Iterator[str]:
             if chip is None
             else "--suggest needs a training run.",
             where="--suggest",
-            fix="Give a training run, and a TPU slice as --topology.",
+            fix="Name a TPU slice, as --topology=v5e-8 (EXTRAS=tpu), or leave out --suggest."
+            if chip is None
+            else "Give a training run.",
         )
     return fitting.suggest(config, devices, chip)
 
