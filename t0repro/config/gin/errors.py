@@ -18,7 +18,7 @@ from typing import Any
 from t0repro.config.gin import door
 from t0repro.config.gin.door import Bindings, Key
 from t0repro.config.gin.folders import is_shipped, no_gin_file
-from t0repro.errors import UserError, nearest_names, place_in_module
+from t0repro.errors import UserError, nearest_names, place_in_module, similar_names
 from t0repro.tasks.registry import registered_mixtures, registered_tasks
 
 ANYWHERE = "the gin files and the command line of this run"
@@ -117,13 +117,20 @@ def _describe(error: Exception, files: list[str], bindings: Bindings, t5x: bool)
         )
     where = _place_of(error, file) or _place_of_call(text, bindings) or ANYWHERE
     fix = _fix_of_value(error) or nearest_parameter(text) or _FIX
-    # In a file of T5X's that imports anything, gin misses the import instead.
-    if t5x and (name := re.search(r"No configurable matching (?:reference )?'@?(\w+)", text)):
+    # With dynamic registration, gin misses an import line instead.
+    name = re.search(r"No configurable matching (?:reference )?'@?(?:(\w+)\.)?([\w.]+)", text)
+    if t5x and file and name and not similar_names(name[2].rpartition(".")[2], door.short_names()):
+        imports = _import_line(name[1]) if name[1] else "an import line for each name"
         fix = (
-            "It is a part of a configuration and imports nothing: name it after a file that"
-            f" imports {name[1]!r}, as a model's or a run's does."
+            f"Begin the file with `from __gin__ import dynamic_registration` and {imports}: import"
+            " lines define names only after the first. Or name the file after one that has both, as"
+            " a model's or a run's does."
         )
     return UserError(_words(error), where=where, fix=fix)
+
+
+def _import_line(name: str) -> str:
+    return f"`{_IMPORT_LINES.get(name, f'from t5x import {name}')}`"
 
 
 def _importer(error: ModuleNotFoundError) -> str:
@@ -143,8 +150,7 @@ def _missing_import(text: str, where: str, t5x: bool) -> UserError:
         return UserError(
             f"No import line of the gin file defines {name!r}.",
             where=where,
-            fix="Add its import line to that file, such as"
-            f" `{_IMPORT_LINES.get(name, f'from t5x import {name}')}`.",
+            fix=f"Add its import line to that file, such as {_import_line(name)}.",
         )
     return UserError(
         "This gin file is T5X's, and this command reads Mesh TensorFlow's.",

@@ -96,9 +96,22 @@ def test_a_gin_file_of_mesh_tensorflow_s_is_told_its_command(tmp_path):
         parse(text, tmp_path)
 
 
-def test_a_part_of_a_configuration_is_to_follow_a_file_that_imports(tmp_path):
-    with pytest.raises(UserError, match="after a file that imports 'network'"):
-        parse("network.T5Config.num_heads = 4\n", tmp_path)
+@pytest.mark.parametrize("imports", ["", "from t5x import trainer\n"])
+def test_a_file_without_dynamic_registration_is_to_begin_with_it_or_to_follow_one(
+    tmp_path, imports
+):
+    with pytest.raises(UserError, match="No configurable matching 'trainer.Trainer'") as error:
+        parse(f"{imports}trainer.Trainer.num_microbatches = 2\n", tmp_path)
+    lines = "`from __gin__ import dynamic_registration` and `from t5x import trainer`"
+    assert lines in error.value.fix and "Or name the file after one" in error.value.fix
+
+
+def test_a_misspelled_function_of_an_override_is_answered_with_the_nearest(tmp_path):
+    (tmp_path / "mine.gin").write_text(TEXT)
+    overrides = ("utils.DatasetConfg.seed=1",)
+    with pytest.raises(UserError, match="No configurable matching") as error:
+        gin_files.parse(gin_files.T5xInputs("train", (str(tmp_path / "mine.gin"),), overrides))
+    assert error.value.fix.startswith("Nearest: 'DatasetConfig'")
 
 
 @pytest.mark.parametrize(
