@@ -211,6 +211,13 @@ def test_a_typo_fails_in_gins_own_words(param, words):
         load(param)
 
 
+@pytest.mark.parametrize("name", ["'a,demo_train'", "['demo_train']"])
+def test_several_mixtures_in_one_name_are_an_unknown_mixture_at_their_place(name):
+    with pytest.raises(UserError, match="no task or mixture .* nearest: 'demo_train'") as error:
+        load(f"MIXTURE_NAME = {name}")
+    assert error.value.where.startswith("--gin_param") and name in error.value.where
+
+
 def test_a_list_of_factors_becomes_a_product_with_every_argument():
     config = load(
         "run.learning_rate_schedule = [0.5, %CONSTANT, @learning_rate_schedules.linear_warmup,"

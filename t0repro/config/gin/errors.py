@@ -70,7 +70,7 @@ def _describe(error: Exception, files: list[str], bindings: Bindings, t5x: bool)
     """The UserError for an exception raised while `files`, innermost last, were being parsed."""
     text, file = str(error), files[-1] if files else None
     # seqio's own message, which has no class of its own.
-    unknown = re.match(r"No Task or Mixture found with name '(.*)'", text)
+    unknown = re.match(r"""No Task or Mixture found with name ['"](.*)['"]""", text)
     if unknown:
         return unknown_mixture(unknown.group(1), _places_of_value(unknown.group(1), bindings))
     if isinstance(error, ModuleNotFoundError):
