@@ -41,6 +41,23 @@ def missing_rows(rows: PromptedRows, split: str) -> UserError | None:
     return None
 
 
+def refuse_missing_rows(rows: PromptedRows, split: str, *, alone: bool) -> None:
+    """Raises UserError if the rows of a task's split cannot be read.
+
+    Args:
+      rows: The task's.
+      split: The split to be read.
+      alone: Whether there is no other task, so that this one cannot be left out.
+    """
+    error = missing_rows(rows, split)
+    if error is None:
+        return
+    if alone:
+        raise error
+    fix = f"{(error.fix or '').rstrip('.')}; or leave such tasks out by {SKIP_MISSING}."
+    raise UserError(error.what, where=error.where, fix=fix)
+
+
 def tasks_with_rows(tasks: Iterable[str], split: str) -> list[str]:
     """The tasks that have the split and whose rows for it are available here.
 

@@ -64,6 +64,9 @@ class _Parsing:
                     if named
                     else f". {_suggest(error.option_name, options)}"
                 )
+                # Such as `vertex submit`, whose run has options that it does not read itself.
+                if any("[-- " in (each.metavar or "") for each in getattr(self, "params", ())):
+                    error.message += f" An option of the run: -- {error.option_name}=VALUE."
                 error.possibilities = None
             elif "Value error, " in message:  # how pydantic, which checks values, names its errors
                 error.message = message.replace("Value error, ", "", 1)

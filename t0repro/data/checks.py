@@ -20,8 +20,8 @@ from t0repro.tasks.availability import (
     SKIP_MISSING,
     drop_missing_tasks,
     find_registered,
-    missing_rows,
     missing_tasks,
+    refuse_missing_rows,
 )
 from t0repro.tasks.metrics import metric_names
 from t0repro.tasks.prompt_cache.folders import read_skipped
@@ -432,9 +432,4 @@ def _check_rows(split: str, tasks: Sequence[Any]) -> None:
     for task in tasks:
         if isinstance(task.source, PromptedRows):
             # Finding the reader is enough: it fails if there are no rows, and reads none.
-            error = missing_rows(task.source, split)
-            if error is not None and len(tasks) > 1:
-                fix = f"{(error.fix or '').rstrip('.')}; or leave such tasks out by {SKIP_MISSING}."
-                raise UserError(error.what, where=error.where, fix=fix)
-            if error is not None:
-                raise error
+            refuse_missing_rows(task.source, split, alone=len(tasks) == 1)

@@ -330,6 +330,16 @@ class TrainBatches(ResumableBatches):
         self._has_checkpoint = has_checkpoint
         super().__init__(self._data.seed, self._data.num_shards)
 
+    def open(self, step: int, saved: Path | None) -> Iterator[Batch]:
+        """Batches from where the run continues; see `training.feed.BatchSource`."""
+        batches = super().open(step, saved)
+        if self._data.seed is None:
+            say(
+                f"seed of the examples' order: {self._seed}, because mesh_train_dataset_fn.seed is"
+                " not bound"
+            )
+        return batches
+
     def _is_resumed(self) -> bool:
         # If skip_seen_data is bound either way, Mesh TensorFlow's own way to resume applies.
         return self._data.skip_seen_data is None and self._has_checkpoint

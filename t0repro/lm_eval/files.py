@@ -26,6 +26,7 @@ import yaml
 from t0repro.errors import UserError
 from t0repro.storage import address_of, write_atomically
 from t0repro.storage.disk import atomic_directory, name_in_errors
+from t0repro.tasks.availability import refuse_missing_rows
 from t0repro.tasks.catalog import label
 from t0repro.tasks.registry import task_descriptions
 from t0repro.tasks.task import SCORE_EVAL_SUFFIX, TaskDescription
@@ -96,6 +97,7 @@ def _export(
 ) -> Exported:
     exported = Exported({}, {}, {})
     of_dataset: dict[str, list[str]] = collections.defaultdict(list)
+    found: dict[str, TaskDescription] = {}
     for name in dict.fromkeys(each.removesuffix(SCORE_EVAL_SUFFIX) for each in names):
         task = task_descriptions()[name]
         if not task.prompt.has_answer_choices:
@@ -103,10 +105,14 @@ def _export(
         elif split not in task.rows.files_of_splits:
             exported.left_out[name] = f"it has no split {split!r}"
         else:
-            rows = f"{_ROWS}/{name}.jsonl"
-            exported.tasks[name] = _write_rows(task, split, staged / rows)
-            _write(staged / f"{name}.yaml", harness_task(task, split, f"{final}/{rows}"))
-            of_dataset[_group_of(task, suite)].append(name)
+            found[name] = task
+    for task in found.values():
+        refuse_missing_rows(task.rows, split, alone=len(found) == 1)
+    for name, task in found.items():
+        rows = f"{_ROWS}/{name}.jsonl"
+        exported.tasks[name] = _write_rows(task, split, staged / rows)
+        _write(staged / f"{name}.yaml", harness_task(task, split, f"{final}/{rows}"))
+        of_dataset[_group_of(task, suite)].append(name)
         advance(1)
     if not exported.tasks:
         raise UserError(

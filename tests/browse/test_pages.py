@@ -290,6 +290,7 @@ def test_hostile_templates_and_rows_are_text_on_every_page(tmp_path, text):
 
 
 def test_the_static_file_is_bounded_makes_no_request_and_says_what_it_has(own):
+    assert "no prompt to show" in render_static(Pages(own, None), 2)[1]  # though there are rows
     for number in range(4):
         own.save(DATASET, Draft(f"good {number}", JINJA, "no ||| yes").template(), None)
     text, said = render_static(Pages(own, None), 2)

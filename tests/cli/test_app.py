@@ -76,6 +76,11 @@ def test_a_mistyped_command_or_option_exits_with_2(monkeypatch, capsys):
     assert code == 2 and "Invalid value for '--to': 'jaxx' is not one of 'mtf'" in said
 
 
+def test_an_option_of_a_jobs_run_is_sent_behind_the_dashes(monkeypatch, capsys):
+    code, _, err = run(monkeypatch, capsys, "vertex", "submit", "--module_import", "my_tasks")
+    assert code == 2 and "An option of the run: -- --module_import=VALUE." in " ".join(err.split())
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

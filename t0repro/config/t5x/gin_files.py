@@ -293,7 +293,8 @@ def _check_macros(reached: Iterable[Reference], bindings: Bindings) -> list[str]
         hint = f", for which {stray[0]!r} may be meant" if stray else ""
         required = f" (required at {strip_folder(place)})" if place else ""
         lines.append(f"{name}{required}{hint}")
-    fix = f"Set them in a gin file, or add {' '.join(f'--gin.{name}=VALUE' for name in missing)}."
+    them = "them" if len(missing) > 1 else missing[0]
+    fix = f"Set {them} in a gin file, or add {' '.join(f'--gin.{name}=VALUE' for name in missing)}."
     if "MODEL" in missing:
         fix = "Include a model's gin file before the run's: t5x/examples/t5/t5_1_1/small.gin, say."
     raise UserError(f"Macros without a value: {'; '.join(lines)}.", fix=fix)
