@@ -335,8 +335,8 @@ class TrainBatches(ResumableBatches):
         batches = super().open(step, saved)
         if self._data.seed is None:
             say(
-                f"seed of the examples' order: {self._seed}, because mesh_train_dataset_fn.seed is"
-                " not bound"
+                f"data: the examples' order is from seed {self._seed}, because"
+                " mesh_train_dataset_fn.seed is not bound"
             )
         return batches
 
