@@ -93,6 +93,7 @@ def test_two_processes_compile_for_the_devices_of_both_and_one_of_them_writes(tm
     ("options", "message"),
     [
         (["--topology", "cpu-2", "--multiprocess_gpu"], "single process can compile"),
+        (["--demo", "--topology", "cpu-1", "--suggest"], "Name a TPU slice"),
         (["--topology", "cpu-none"], "no topology 'cpu-none'"),
         (["--topology", "v3-500"], "no topology 'v3-500'"),
         (["--topology", "cpu-2", "--run_mode", "infer"], "compiles T5X's training runs"),
