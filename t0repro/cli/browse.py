@@ -84,10 +84,10 @@ def browse(
                 where=address,
                 fix="Copy the file here and name the copy.",
             )
-        if out is not None and not path.exists():
+        if out is not None and path in (templates or ()) and not path.exists():
             raise UserError(
                 "There is no such file of prompts, and a page of --out can write none.",
-                where=str(path),
+                where=f"--templates={path}",
                 fix="Name a file that exists, or leave out --out and write it in the browser.",
             )
     own = [*named, *(rows or ())]

@@ -216,7 +216,11 @@ def test_a_training_that_saves_nothing_does_not_say_that_it_was_saved(tmp_path, 
         assert said[-1] == end
 
 
-def test_a_second_ctrl_c_leaves_the_message_to_the_command(tmp_path):
+def test_a_second_ctrl_c_leaves_the_message_to_the_command(tmp_path, request):
+    # Python's own handler, whatever a test before this one left.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+
     class PressesCtrlC(Hook):
         """In the main thread between steps: in a callback of JAX's, Python drops what is raised."""
 

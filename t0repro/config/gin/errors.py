@@ -18,7 +18,7 @@ from typing import Any
 from t0repro.config.gin import door
 from t0repro.config.gin.door import Bindings, Key
 from t0repro.config.gin.folders import is_shipped, no_gin_file
-from t0repro.errors import UserError, nearest_names, place_in_module, similar_names
+from t0repro.errors import UserError, nearest_names, place_in_module
 from t0repro.tasks.registry import registered_mixtures, registered_tasks
 
 ANYWHERE = "the gin files and the command line of this run"
@@ -118,8 +118,8 @@ def _describe(error: Exception, files: list[str], bindings: Bindings, t5x: bool)
     where = _place_of(error, file) or _place_of_call(text, bindings) or ANYWHERE
     fix = _fix_of_value(error) or nearest_parameter(text) or _FIX
     # With dynamic registration, gin misses an import line instead.
-    name = re.search(r"No configurable matching (?:reference )?'@?(?:(\w+)\.)?([\w.]+)", text)
-    if t5x and file and name and not similar_names(name[2].rpartition(".")[2], door.short_names()):
+    name = re.search(r"No configurable matching (?:reference )?'@?(?:(\w+)\.)?", text)
+    if t5x and file and name:
         imports = _import_line(name[1]) if name[1] else "an import line for each name"
         fix = (
             f"Begin the file with `from __gin__ import dynamic_registration` and {imports}: import"
