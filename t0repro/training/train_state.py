@@ -504,8 +504,9 @@ def check_parameters(
     for path, shape in shapes.items():
         found = tuple(tree[naming.PARAMETERS + path].shape)
         if found != shape:
-            # A wrong vocabulary is the likeliest cause for these two, and has its own fix.
-            vocabulary = path.startswith("token_embedder") or "logits_dense" in path
+            # Another vocabulary changes one axis of these two, and has its own fix.
+            axis = {"token_embedder": 0, "decoder/logits_dense": 1}.get(path.rpartition("/")[0])
+            vocabulary = axis is not None and found[1 - axis] == shape[1 - axis]
             raise UserError(
                 f"{path} has shape {list(found)} in the checkpoint and {list(shape)} in the model."
                 + both_sizes({key: info.shape for key, info in tree.items()}, shapes),

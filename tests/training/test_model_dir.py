@@ -183,6 +183,16 @@ def test_another_models_checkpoint_is_refused_whatever_is_allowed(model_dir, all
     sizes = r"mlp/wi_0/kernel has shape.*It has .* d_ff 12, .*; the model .* d_ff 24, "
     with pytest.raises(UserError, match=sizes):
         check(model_dir, model=wider, allow_changed=allow_changed)
+    vocab_size, d_model = tiny.MODEL.vocab_size + 128, 2 * tiny.MODEL.d_model
+    for changes, fix in (
+        ({"vocab_size": vocab_size}, "Give the vocabulary"),
+        ({"d_model": d_model}, "Give the gin files of the model"),
+        ({"vocab_size": vocab_size, "d_model": d_model}, "Give the gin files of the model"),
+    ):
+        model = dataclasses.replace(tiny.MODEL, **changes)
+        with pytest.raises(UserError, match="embedding has shape") as error:
+            check(model_dir, model=model, allow_changed=allow_changed)
+        assert str(error.value.fix).startswith(fix)
 
 
 @pytest.mark.parametrize("allow_changed", [False, True])
