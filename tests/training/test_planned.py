@@ -217,7 +217,7 @@ def test_a_training_that_saves_nothing_does_not_say_that_it_was_saved(tmp_path, 
 
 
 def test_a_second_ctrl_c_leaves_the_message_to_the_command(tmp_path, request):
-    # Python's own handler, whatever a test before this one left.
+    # Python has none in the background of a script: its shell ignores SIGINT there.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
 
