@@ -130,7 +130,8 @@ def nearest_gin_files(name: str, folders: Iterable[str]) -> str:
     }
     files |= {path.relative_to(shipped).as_posix() for path in shipped.rglob("*.gin")}
     by_words: dict[str, list[str]] = {}
-    for file in sorted(files):
+    # Many folders have a small.gin: the whole path tells which is meant.
+    for file in difflib.get_close_matches(name, sorted(files), n=len(files), cutoff=0.0):
         by_words.setdefault(_words_of(file), []).append(file)
     near = difflib.get_close_matches(_words_of(name), by_words, n=3, cutoff=0.5)
     nearest = [file for words in near for file in by_words[words]][:3]

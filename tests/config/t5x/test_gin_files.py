@@ -398,6 +398,9 @@ def test_a_file_of_other_word_order_is_found_by_its_words():
         parse(files=["c4_pretrain_small.gin"])
     assert "--gin_location_prefix" in caught.value.fix
     assert "--gin_location_prefix" not in in_t5x.value.fix
+    for name in ("t5_1_1/smal.gin", "t5_1_2/small.gin"):
+        with pytest.raises(UserError, match=r"nearest: t5x/examples/t5/t5_1_1/small\.gin"):
+            parse(files=[f"t5x/examples/t5/{name}"])
 
 
 @pytest.mark.parametrize(
