@@ -57,6 +57,10 @@ class EvaluationSettings:
     skip_missing: bool = False
 
 
+# The keys of a claim that say what is evaluated; the others are settings.
+_OF_THE_CHECKPOINT = frozenset({"path", "step", "digest", "model"})
+
+
 class EvaluationFolder:
     """The results of one checkpoint under one set of settings.
 
@@ -200,7 +204,15 @@ def _decisive(mixture: str, settings: EvaluationSettings) -> dict[str, Any]:
 def _check_claims(out: Path, claim: Mapping[str, Any], add_step: bool, force: bool) -> None:
     """Refuses a folder with another evaluation's results, or removes these if `force`."""
     claims = [recorded for path in _claims(out) if (recorded := _read_claim(path)) is not None]
-    differences = next(filter(None, (_differences(each, claim, add_step) for each in claims)), [])
+    # Settings may change until a task is finished, which loses nothing: scores stay in the journal.
+    # The checkpoint may not, since whoever claimed the folder for it will continue.
+    finished = any(out.glob(f"*_eval/{records.RESULTS}/*.json"))
+    compared = (
+        claim if finished else {name: claim[name] for name in _OF_THE_CHECKPOINT & claim.keys()}
+    )
+    differences = next(
+        filter(None, (_differences(each, compared, add_step) for each in claims)), []
+    )
     if not claims and (list_checkpoints(out) or checkpoint_at(str(out))):
         raise UserError(
             "This folder holds checkpoints.",
@@ -209,8 +221,7 @@ def _check_claims(out: Path, claim: Mapping[str, Any], add_step: bool, force: bo
         )
     if not claims and (unclaimed := _find_unclaimed(out)):
         differences = [f"it does not say what its {unclaimed} is of"]
-    # Nothing is lost where no task has been finished.
-    if not differences or (claims and not any(out.glob(f"*_eval/{records.RESULTS}/*.json"))):
+    if not differences:
         return
     if not force:
         raise UserError(
@@ -258,7 +269,7 @@ def _differences(other: Mapping[str, Any], claim: Mapping[str, Any], add_step: b
         )
     return differences + [
         f"{name} {_in_words(other[name])}, not {_in_words(claim[name])}"
-        for name in sorted(claim.keys() - {"path", "step", "digest", "model"})
+        for name in sorted(claim.keys() - _OF_THE_CHECKPOINT)
         if other[name] != claim[name]
     ]
 

@@ -177,14 +177,25 @@ def test_an_edited_record_is_written_again(evaluated, model_dir, tmp_path):
     assert read_records(again.folder, 7)[task]["cut_inputs"] == record["cut_inputs"]
 
 
-def test_results_of_two_checkpoints_do_not_mix_in_one_folder(evaluated, tmp_path):
+@pytest.mark.parametrize("killed", ["finished", "scoring", "claimed"])
+def test_results_of_two_checkpoints_do_not_mix_in_one_folder(
+    evaluated, model_dir, tmp_path, killed
+):
     out = tmp_path / "out"
     shutil.copytree(evaluated[0], out)
+    if killed != "finished":
+        shutil.rmtree(out / "validation_eval")
+    if killed == "claimed":
+        for journal in (out / "scores").glob("*/"):
+            shutil.rmtree(journal)
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     other = save_model(tmp_path / "other", seed=1)
     with pytest.raises(UserError, match="results of another checkpoint of step 7"):
         evaluate(other, out)
-    assert {path: path.read_bytes() for path in before} == before
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    # The folder's own evaluation goes on; until a task is finished, settings may change.
+    fewer = SETTINGS if killed == "finished" else dataclasses.replace(SETTINGS, limit=2)
+    assert len(evaluate(model_dir, out, fewer).tasks) == 9
 
 
 @pytest.mark.parametrize(
