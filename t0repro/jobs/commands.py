@@ -313,6 +313,9 @@ def check_by_dry_run(
             if f"where: {SKIP_MISSING}" in message:
                 say(f"the jobs for {mixture} are left out: {message}")
                 continue
+            if "--module_import" in message:  # which only the jobs' own command has
+                quoted = shlex.quote(f"{settings.build_target} --module_import MODULE")
+                message += f" Give --module_import as --auxiliary_job_build_target_path={quoted}."
             raise UserError(f"The jobs for {mixture} would fail. {message}")
         mixtures.append(mixture)
         for line in [*done.stderr.splitlines(), *done.stdout.splitlines()]:
