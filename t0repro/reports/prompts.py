@@ -13,6 +13,7 @@ from t0repro.tasks.catalog import SYNTHETIC
 from t0repro.tasks.registry import registered_tasks, tasks_of_mixture
 from t0repro.tasks.task import PromptedTask
 from t0repro.tasks.user_files import template_files
+from t0repro.words import counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +91,18 @@ def read_reported_prompts(eval_dir: str | os.PathLike[str]) -> dict[str, PromptI
         except (OSError, ValueError, KeyError, TypeError):
             continue  # no report, or something else of that name: its tasks stay ungrouped
     return {}
+
+
+def ungrouped_in_words(tasks: Collection[str], prompts: Mapping[str, PromptInfo]) -> str:
+    """Says that tasks without a known prompt stand for datasets; empty if there are none."""
+    unknown = sorted(set(tasks) - prompts.keys())
+    if not unknown:
+        return ""
+    return (
+        f"note: {counted(len(unknown), 'task')} of unknown datasets ({unknown[0]}"
+        f"{', ...' if len(unknown) > 1 else ''}): each is shown as a dataset."
+        " --module_import MODULE groups them, where MODULE registers them."
+    )
 
 
 def load_prompts(modules: Sequence[str], *, into_seqio: bool = False) -> Mapping[str, PromptInfo]:

@@ -7,8 +7,11 @@ from t0repro.cli.report import app
 from t0repro.errors import UserError
 from t0repro.reports.provenance import checkpoint_name, default_label
 from t0repro.reports.report import load_report
+from t0repro.reports.report_files import write_report
 
+from ..helpers import commands
 from ..helpers.own_lines import foreign_lines
+from .suites import report_of
 
 
 def test_report_make_writes_three_files_and_prints_a_summary(suite, tmp_path):
@@ -63,3 +66,27 @@ def test_report_make_help_shows_an_example():
 def test_a_run_without_a_label_has_its_checkpoints_name(tmp_path, checkpoint, name):
     assert checkpoint_name(checkpoint) == default_label(tmp_path, 3, checkpoint) == name
     assert default_label(tmp_path / "tuned" / "validation_eval", 3) == "tuned"
+
+
+def test_datasets_come_from_the_report_beside_an_evaluation_or_are_said_to_be_unknown(
+    suite, tmp_path
+):
+    folder, out = str(suite.folder), tmp_path / "out"
+
+    def is_unknown(command, *arguments):
+        asked = [*command.split(), *arguments, "--out", str(out)]
+        done = commands.run("t0repro", *asked)
+        assert done.returncode == 0 and foreign_lines(done.stderr) == [], done.stderr
+        return "note: 5 tasks of unknown datasets" in done.stderr
+
+    calls = [
+        # The module knows none of the tasks.
+        ("report make", folder, "--resamples=100", "--module_import=t0repro.tasks.demo"),
+        ("report history", folder),
+        ("compare", folder, folder, "--resamples=100"),
+    ]
+    assert [is_unknown(*each) for each in calls] == [True] * 3
+    assert len(load_report(out).datasets) == 5
+    write_report(report_of(suite), suite.folder.parent)
+    assert [is_unknown(*each) for each in calls] == [False] * 3
+    assert [found.dataset for found in load_report(out).datasets] == ["ag_news", "super_glue/rte"]
