@@ -10,6 +10,7 @@ from pathlib import Path
 
 from t0repro.errors import UserError, nearest_names
 from t0repro.event_files import MARK, read_scalars
+from t0repro.progress import say
 from t0repro.reports.losses import LOSS, MAX_CURVE_POINTS, metric_rows, thinned
 from t0repro.reports.page import Column, Page, Section
 from t0repro.reports.plots import curves_plot
@@ -61,7 +62,7 @@ def read_curves(folders: Sequence[Path], metric: str | None = None) -> tuple[str
     auxiliary jobs, is searched for as a tag in all event files below the run. If a step occurs
     twice, as after a restart, the last value counts. Values that are NaN or Inf are dropped.
     `eval/<metric>` also selects the metric of every task with the tag `eval/<task>/<metric>`, and
-    of every task of a rank evaluation.
+    of every task of a rank evaluation. Runs without the metric are left out, and named.
 
     Raises:
       UserError: if a run has no metrics, or none of them has this one.
@@ -99,6 +100,14 @@ def read_curves(folders: Sequence[Path], metric: str | None = None) -> tuple[str
             f"No run has the metric {metric!r}.",
             where="--metric",
             fix=f"Nearest: {nearest_names(metric, known, count=5)}.",
+        )
+    drawn = {folder for folder, _ in curves}
+    if left_out := {folder: found for folder, found in runs.items() if folder not in drawn}:
+        there = set[str]().union(*left_out.values())
+        other = next((each for each in _DEFAULT_METRICS if each in there - {metric}), min(there))
+        say(
+            f"note: left out {', '.join(map(str, left_out))}, without a finite value of {metric!r};"
+            f" --metric draws another, such as {other}."
         )
     panels: Panels = {}
     for label, key in zip(_labels(list(curves)), curves, strict=True):

@@ -8,6 +8,7 @@ import pytest
 
 from t0repro.errors import UserError
 from t0repro.event_files import event_writer
+from t0repro.progress import heard_by
 from t0repro.reports import curves
 from t0repro.reports.curves import TOKEN_ACCURACY, curves_in_words, curves_page, read_curves
 from t0repro.reports.drawing import spread_out
@@ -134,7 +135,12 @@ def test_unless_a_metric_is_named_the_loss_is_drawn_or_the_accuracy_of_evaluatio
     writer.close()
     ranked = tmp_path / "ranked"
     write_lines(ranked, {"split": "eval", "step": 5, "one/accuracy": 25.0, "one/f1": 30.0})
-    assert read_curves([run])[0] == read_curves([evaluation, run])[0] == "loss"
+    said = []
+    with heard_by(said.append):
+        assert read_curves([run])[0] == "loss" and not said
+        assert read_curves([evaluation, run])[0] == "loss"
+    (line,) = said
+    assert f"left out {evaluation}, without a finite value of 'loss'" in line
     assert read_curves([evaluation])[0] == "accuracy"
     expected = ("eval/accuracy", {"eval/accuracy": {"one": [(5, 25.0)]}})
     assert read_curves([events]) == read_curves([ranked]) == expected
