@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 from t0repro.browse.listing import ListedDataset, list_datasets, list_prompts, options
 from t0repro.browse.pages import Pages, asset, first_splits
 from t0repro.browse.shown_rows import show_rows
 from t0repro.errors import UserError
+from t0repro.tasks.catalog import label
 from t0repro.tasks.rows import kept_rows
 from t0repro.tasks.task import TaskDescription
-from t0repro.words import counted
+from t0repro.words import counted, some
 
 _MOST_BYTES = 8_000_000
 
@@ -34,6 +36,7 @@ def render_static(pages: Pages, count: int, most_bytes: int = _MOST_BYTES) -> tu
     """
     prompts = list_prompts(pages.bench)
     samples: dict[str, str] = {}
+    lacking: dict[str, list[str]] = {"example": [], "score": []}  # prompts without, and why
     size, left_out = 0, 0
     for each in prompts:
         if not each.is_here:
@@ -42,16 +45,25 @@ def render_static(pages: Pages, count: int, most_bytes: int = _MOST_BYTES) -> tu
         if size > most_bytes:
             left_out += 1
             continue
-        samples[each.name] = body = _sample(pages, task, count)
+        samples[each.name] = body = _sample(pages, task, count, lacking)
         size += len(body.encode())
     datasets = [(each, _summary(pages, each)) for each in list_datasets(pages.bench)]
     said = f"A sample of {counted(count, 'row')} of each of {counted(len(samples), 'prompt')}"
-    if not samples:
+    if not samples and pages.bench.row_files:
+        given = some([label(*each) for each in pages.bench.row_files])
+        asked = some(sorted({each.dataset for each in prompts}))
+        said = (
+            f"No prompt is for the rows given, of the dataset {given}: the prompts are for {asked}"
+        )
+    elif not samples:
         said = "No prompt has rows on this machine: set T0REPRO_DATA_DIR to a folder that has them"
     if not prompts:
         said = "There is no prompt to show: name a file that has some with --templates"
     if left_out:
         said += f"; to bound the file, {counted(left_out, 'prompt')} with rows have none here"
+    for what, why in lacking.items():
+        if why:
+            said += f"; {counted(len(why), 'prompt')} without any {what}, such as {why[0]}"
     css, script = asset("browse.css"), asset("browse.js")
     policy = (
         f"default-src 'none'; style-src {_hash(css)}; script-src {_hash(script)}; img-src data:;"
@@ -73,13 +85,23 @@ def render_static(pages: Pages, count: int, most_bytes: int = _MOST_BYTES) -> tu
     return html, said
 
 
-def _sample(pages: Pages, task: TaskDescription, count: int) -> str:
+def _sample(
+    pages: Pages, task: TaskDescription, count: int, lacking: Mapping[str, list[str]]
+) -> str:
+    """A prompt's rows as HTML; why there is no example or score is added to `lacking`."""
     split = first_splits(task.rows.available_splits())[0]
     try:
         numbers = sorted(kept_rows(task.rows.row_count(split), count))
         rows = [row for number in numbers for row in show_rows(task, split, number, 1)]
+        if rows and all(row.example is None for row in rows):
+            lacking["example"].append(f"{task.prompt.name}: {rows[0].reason.rstrip('.')}")
+        try:
+            pages.score(task, rows)  # which the models keep
+        except UserError as error:
+            lacking["score"].append(f"{task.prompt.name}: {error.what.rstrip('.')}")
         return pages.rows(task, split, 0, [], shown=rows, scored=True)
     except UserError as error:
+        lacking["example"].append(f"{task.prompt.name}: {error.what.rstrip('.')}")
         return pages.render("fault.html", error=error)
 
 

@@ -305,3 +305,18 @@ def test_the_static_file_is_bounded_makes_no_request_and_says_what_it_has(own):
         digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
         assert f"{tag}-src 'sha256-{digest}'" in policy
     assert "default-src 'none'" in policy and "unsafe" not in policy
+
+
+def test_the_static_file_says_which_prompts_lack_rows_or_examples_and_why(own, tmp_path):
+    own.save(DATASET, Draft("good", JINJA, "no ||| yes").template(), None)
+    own.save(DATASET, Draft("bad", "{{txet}} ||| x").template(), None)
+    text, said = render_static(Pages(own, None), 2)
+    assert said.endswith(
+        "; 1 prompt without any example, such as reviews_bad: 'txet' is undefined; nearest: 'text'"
+    )
+    assert said in html.unescape(text)
+    other = make_bench([tmp_path / "mine.yaml"], [write_rows(tmp_path / "films.csv")])
+    other.tasks = {name: task for name, task in other.tasks.items() if name.startswith("reviews_")}
+    assert render_static(Pages(other, None), 2)[1] == (
+        "No prompt is for the rows given, of the dataset films: the prompts are for reviews"
+    )

@@ -14,7 +14,7 @@ from t0repro.evaluation.opened import open_checkpoint
 from t0repro.tasks.demo.datasets import VOCABULARY
 from t0repro.tasks.modules import load_tasks
 
-from .started import PROMPT
+from .started import PROMPT, run_bench
 
 
 @pytest.fixture(scope="module")
@@ -50,3 +50,19 @@ def test_probabilities_predictions_and_accuracy_are_those_of_t0repro_score(bench
 def test_a_models_vocabulary_is_checked_and_an_adapter_needs_its_base(bench, models, tmp_path):
     with pytest.raises(UserError):
         open_models({"a": str(models / "a")}, {"x": str(tmp_path)})
+
+
+def test_a_static_file_without_scores_says_why_on_the_console_too(models, tmp_path):
+    (tmp_path / "films.csv").write_text("text,label\nGood.,1\n")
+    (tmp_path / "mine.yaml").write_text(
+        "dataset: films\ntemplates:\n  5b1c9f7e-0000-0000-0000-000000000001: !Template\n"
+        "    name: ask\n    jinja: '{{text}} ||| {{answer_choices[label]}}'\n"
+        "    answer_choices: no ||| yes\n"
+    )
+    done = run_bench(
+        *(f"--rows={tmp_path}/films.csv", f"--templates={tmp_path}/mine.yaml"),
+        *(f"--checkpoint={models / 'a'}", f"--out={tmp_path}/a.html"),
+        T0REPRO_VOCAB=str(tmp_path / "none.model"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "1 prompt without any score, such as films_ask: The vocabulary " in done.stdout
