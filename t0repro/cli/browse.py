@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from t0repro.cli.options import ModulesOrT0, Templates, modules_or_t0
-from t0repro.cli.paths import output, source
+from t0repro.cli.paths import output_file, source
 from t0repro.cli.results import echo
 from t0repro.errors import UserError
 from t0repro.reports.run import split_label
@@ -49,7 +49,7 @@ def browse(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(callback=output, help="Write one static HTML file instead of a server."),
+        typer.Option(callback=output_file, help="Write one static HTML file instead of a server."),
     ] = None,
     sample: Annotated[
         int, typer.Option(min=1, max=100, help="Rows of each prompt in that file.")

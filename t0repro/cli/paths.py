@@ -12,7 +12,8 @@ from typing import Any
 import typer
 
 from t0repro.cli.spelling import canonical
-from t0repro.storage import check_address, check_readable, input_path, output_path
+from t0repro.errors import UserError
+from t0repro.storage import check_address, check_folder, check_readable, input_path, output_path
 
 
 def output(parameter: typer.CallbackParam, value: Path | None) -> Path | None:
@@ -22,6 +23,24 @@ def output(parameter: typer.CallbackParam, value: Path | None) -> Path | None:
       UserError: For an address that cannot be opened.
     """
     return None if value is None else output_path(value, _name(parameter))
+
+
+def output_file(parameter: typer.CallbackParam, value: Path | None) -> Path | None:
+    """The callback of each option that names a single file that the command writes.
+
+    Raises:
+      UserError: For a folder, a path below a file, or an address that cannot be opened.
+    """
+    path = output(parameter, value)
+    if path is not None:
+        if path.is_dir():
+            raise UserError(
+                "This is a folder, and one file is written.",
+                where=f"{_name(parameter)} {path}",
+                fix=f"Name the file: {path / 'NAME'}",
+            )
+        check_folder(path.parent, f"{_name(parameter)} {path}")
+    return path
 
 
 def target(parameter: typer.CallbackParam, value: str | None) -> str | None:

@@ -11,7 +11,7 @@ import typer
 
 from t0repro.cli.commands import App
 from t0repro.cli.options import AsJson, ModulesOrT0, Templates, modules_or_t0
-from t0repro.cli.paths import output
+from t0repro.cli.paths import output, output_file
 from t0repro.cli.results import echo, for_people, print_json
 from t0repro.hub_files import HUB, HubRepository
 from t0repro.lm_eval import files as lm_eval
@@ -196,7 +196,7 @@ def find_overlap(
     evaluated: Annotated[str, typer.Option("--eval", help="The mixture that is evaluated.")],
     out: Annotated[
         Path,
-        typer.Option(callback=output, help="JSON file to write, for `report make --overlap`."),
+        typer.Option(callback=output_file, help="JSON file to write, for `report make --overlap`."),
     ],
     split: Annotated[str, typer.Option(help="The split that is evaluated.")] = "validation",
     ngram: Annotated[int, typer.Option(min=2, help="Words in a row that count as shared.")] = 13,

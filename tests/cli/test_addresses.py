@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from t0repro.cli import app
-from t0repro.cli.paths import output, source, target
+from t0repro.cli.paths import output, output_file, source, target
 from t0repro.config.t5x import gin_files
 from t0repro.config.t5x.gin_files import T5xInputs
 from t0repro.errors import UserError
@@ -94,7 +94,7 @@ def name_of(parameter):
 
 
 def is_written(parameter):
-    return getattr(parameter.callback, "__wrapped__", None) in (output, target)
+    return getattr(parameter.callback, "__wrapped__", None) in (output, output_file, target)
 
 
 def is_read_as_text(parameter):
@@ -328,3 +328,13 @@ def test_each_command_says_within_two_seconds_that_there_are_no_credentials(tmp_
         )
     ]
     assert not wrong and not any(tmp_path.iterdir()), wrong
+
+
+@pytest.mark.parametrize("command", ["browse", "tasks overlap --train=a --eval=b"])
+def test_a_folder_or_a_path_below_a_file_is_refused_as_one_files_name(
+    tmp_path, monkeypatch, capsys, command
+):
+    (tmp_path / "file.txt").write_text("")
+    for out, what in (("", "This is a folder"), ("file.txt/x.html", "file.txt is a file")):
+        code, _, errors = run(monkeypatch, capsys, *command.split(), f"--out={tmp_path / out}")
+        assert code == 2 and what in errors and "where: --out" in errors
