@@ -176,7 +176,8 @@ def claim_step(
         "model": checkpoint.computation(),
         **_decisive(mixture, settings),
     }
-    _check_claims(out, claim, add_step, force)
+    if _finds_results_to_remove(out, claim, add_step, force):
+        _remove_results(out)
     write_atomically(out / "scores" / f"step_{checkpoint.step}.json", json.dumps(claim))
 
 
@@ -188,8 +189,8 @@ def check_settings(
     add_step: bool = False,
     force: bool = False,
 ) -> None:
-    """The part of `claim_step`'s check that needs no checkpoint, for a dry run."""
-    _check_claims(out, _decisive(mixture, settings), add_step, force)
+    """The part of `claim_step`'s check that needs no checkpoint, for a dry run: removes nothing."""
+    _finds_results_to_remove(out, _decisive(mixture, settings), add_step, force)
 
 
 def _decisive(mixture: str, settings: EvaluationSettings) -> dict[str, Any]:
@@ -201,8 +202,10 @@ def _decisive(mixture: str, settings: EvaluationSettings) -> dict[str, Any]:
     return json.loads(json.dumps({**decisive, "lengths": dict(settings.lengths)}))
 
 
-def _check_claims(out: Path, claim: Mapping[str, Any], add_step: bool, force: bool) -> None:
-    """Refuses a folder with another evaluation's results, or removes these if `force`."""
+def _finds_results_to_remove(
+    out: Path, claim: Mapping[str, Any], add_step: bool, force: bool
+) -> bool:
+    """Whether a folder has another evaluation's results, which are refused unless `force`."""
     claims = [recorded for path in _claims(out) if (recorded := _read_claim(path)) is not None]
     # Settings may change until a task is finished, which loses nothing: scores stay in the journal.
     # The checkpoint may not, since whoever claimed the folder for it will continue.
@@ -221,16 +224,14 @@ def _check_claims(out: Path, claim: Mapping[str, Any], add_step: bool, force: bo
         )
     if not claims and (unclaimed := _find_unclaimed(out)):
         differences = [f"it does not say what its {unclaimed} is of"]
-    if not differences:
-        return
-    if not force:
+    if differences and not force:
         raise UserError(
             f"This folder holds another evaluation: {'; '.join(differences)}.",
             where=str(out),
             fix="Choose another --out; --force removes what is there"
             + (", --add_step keeps the other steps." if "step" in claim else "."),
         )
-    _remove_results(out)
+    return bool(differences)
 
 
 def _claims(out: Path) -> list[Path]:

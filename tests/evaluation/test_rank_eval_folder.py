@@ -225,6 +225,7 @@ def test_a_folder_with_another_evaluation_is_refused_saying_what_differs_unless_
     checkpoint = dataclasses.replace(checkpoint, step=changes.get("step", 7))
     with pytest.raises(UserError, match=f"another evaluation: .*{words}"):
         evaluation_folder.claim_step(out, checkpoint, mixture, settings)
+    evaluation_folder.check_settings(out, mixture, settings, force=True)  # a dry run's
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
     evaluation_folder.claim_step(out, checkpoint, mixture, settings, force=True)
     # Nothing of the other evaluation is left to be reported with the new one.
