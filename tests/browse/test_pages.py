@@ -308,11 +308,11 @@ def test_the_static_file_is_bounded_makes_no_request_and_says_what_it_has(own):
 
 
 def test_the_static_file_says_which_prompts_lack_rows_or_examples_and_why(own, tmp_path):
-    own.save(DATASET, Draft("good", JINJA, "no ||| yes").template(), None)
-    own.save(DATASET, Draft("bad", "{{txet}} ||| x").template(), None)
+    own.save(DATASET, Draft("with_example", JINJA, "no ||| yes").template(), None)
+    own.save(DATASET, Draft("typo", "{{txet}} ||| x").template(), None)
     text, said = render_static(Pages(own, None), 2)
     assert said.endswith(
-        "; 1 prompt without any example, such as reviews_bad: 'txet' is undefined; nearest: 'text'"
+        "; 1 prompt without any example, such as reviews_typo: 'txet' is undefined; nearest: 'text'"
     )
     assert said in html.unescape(text)
     other = make_bench([tmp_path / "mine.yaml"], [write_rows(tmp_path / "films.csv")])
