@@ -95,9 +95,9 @@ def _call(target: str, arguments: tuple[Any, ...], results: tuple[Any, ...]) -> 
     def swap(x: Any) -> Any:
         return x.swapaxes(1, 2) if x.ndim == 4 else x
 
-    types = jax.eval_shape(lambda: tuple(swap(jnp.empty(x.shape, x.dtype)) for x in results))
+    types = jax.eval_shape(lambda *results: tuple(map(swap, results)), *results)
     call = jax.ffi.ffi_call(target, types, vmap_method="sequential")
-    return tuple(swap(x) for x in call(*(swap(x) for x in arguments)))
+    return tuple(map(swap, call(*map(swap, arguments))))
 
 
 @functools.cache
