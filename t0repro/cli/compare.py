@@ -11,20 +11,14 @@ import typer
 
 from t0repro.cli.options import AsJson, BootstrapSeed, Modules, Resamples
 from t0repro.cli.paths import output
-from t0repro.cli.results import echo, show_page
+from t0repro.cli.results import show_page
 from t0repro.errors import UserError
-from t0repro.evaluation.outputs import find_tasks
 from t0repro.reports.comparison import compare_runs, read_run_facts
 from t0repro.reports.comparison_page import comparison_page, losses_page
 from t0repro.reports.losses import compare_losses
 from t0repro.reports.models import compare_models, corrected, corrected_by, to_json
 from t0repro.reports.page import Page
-from t0repro.reports.prompts import (
-    PromptInfo,
-    load_prompts,
-    read_reported_prompts,
-    ungrouped_in_words,
-)
+from t0repro.reports.prompts import prompts_of_evaluations
 from t0repro.reports.run import Run, find_evaluation, labeled
 from t0repro.reports.statistics import Bootstrap
 from t0repro.words import counted
@@ -125,13 +119,7 @@ def _evaluations(
         Run(label, folder, steps[at] if steps else step)
         for at, (label, (folder, step)) in enumerate(zip(_labels(given), found, strict=True))
     ]
-    prompts: dict[str, PromptInfo] = {}
-    for run in runs:
-        prompts |= read_reported_prompts(run.eval_dir)
-    prompts |= load_prompts(modules)
-    tasks = {task for run in runs for task in find_tasks(run.eval_dir)}
-    if said := ungrouped_in_words(tasks, prompts):
-        echo(said, err=True)
+    prompts = prompts_of_evaluations([run.eval_dir for run in runs], modules)
     # As columns, the seeds of a model need distinct names.
     first, *others = numbered = [
         dataclasses.replace(run, label=label)

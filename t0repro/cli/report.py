@@ -22,13 +22,12 @@ from t0repro.cli.options import (
 from t0repro.cli.paths import output, source
 from t0repro.cli.results import echo, print_json, print_written, show_page
 from t0repro.errors import UserError
-from t0repro.evaluation.outputs import find_tasks
 from t0repro.lm_eval.results import import_results
 from t0repro.reports.comparison_page import history_page, losses_in_words, scores_in_words
 from t0repro.reports.history import read_history
 from t0repro.reports.make_report import ExtraContent, make_report
 from t0repro.reports.page_terminal import print_page
-from t0repro.reports.prompts import load_prompts, read_reported_prompts, ungrouped_in_words
+from t0repro.reports.prompts import load_prompts, prompts_of_evaluations
 from t0repro.reports.provenance import default_label
 from t0repro.reports.report import Report, load_report
 from t0repro.reports.report_files import write_report
@@ -154,9 +153,7 @@ def make(
             echo(f"left out {task}: {why}", err=True)
     # A mixture that was trained on is T0's unless another module is named.
     modules = modules_or_t0(module_import) if head.train_mixture else module_import or ()
-    prompts = {**read_reported_prompts(eval_dir), **load_prompts(modules)}
-    if said := ungrouped_in_words(find_tasks(eval_dir), prompts):
-        echo(said, err=True)
+    prompts = prompts_of_evaluations([eval_dir], modules)
     reasons = (f"Left out {task}: {why}." for task, why in left_out.items())
     options = head.report_options(
         prompts,
@@ -282,9 +279,7 @@ def history(
     """
     # Any step will do, because a history includes all steps.
     folder, _ = find_evaluation(eval_dir)
-    prompts = {**read_reported_prompts(folder), **load_prompts(module_import or ())}
-    if said := ungrouped_in_words(find_tasks(folder), prompts):
-        echo(said, err=True)
+    prompts = prompts_of_evaluations([folder], module_import or ())
     found = read_history(folder, prompts)
     show_page("history", history_page(found), found, out, as_json=as_json)
 

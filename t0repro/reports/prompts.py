@@ -9,6 +9,8 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from t0repro.evaluation.outputs import find_tasks
+from t0repro.progress import say
 from t0repro.tasks.catalog import SYNTHETIC
 from t0repro.tasks.registry import registered_tasks, tasks_of_mixture
 from t0repro.tasks.task import PromptedTask
@@ -93,16 +95,25 @@ def read_reported_prompts(eval_dir: str | os.PathLike[str]) -> dict[str, PromptI
     return {}
 
 
-def ungrouped_in_words(tasks: Collection[str], prompts: Mapping[str, PromptInfo]) -> str:
-    """Says that tasks without a known prompt stand for datasets; empty if there are none."""
-    unknown = sorted(set(tasks) - prompts.keys())
-    if not unknown:
-        return ""
-    return (
-        f"note: {counted(len(unknown), 'task')} of unknown datasets ({unknown[0]}"
-        f"{', ...' if len(unknown) > 1 else ''}): each is shown as a dataset."
-        " --module_import MODULE groups them, where MODULE registers them."
-    )
+def prompts_of_evaluations(
+    eval_dirs: Sequence[str | os.PathLike[str]], modules: Sequence[str]
+) -> dict[str, PromptInfo]:
+    """The prompts that modules register, and for other tasks those of the reports beside.
+
+    A line says which tasks have neither, and so stand for datasets.
+    """
+    prompts: dict[str, PromptInfo] = {}
+    for eval_dir in eval_dirs:
+        prompts |= read_reported_prompts(eval_dir)
+    prompts |= load_prompts(modules)
+    tasks = {task for eval_dir in eval_dirs for task in find_tasks(eval_dir)}
+    if unknown := sorted(tasks - prompts.keys()):
+        say(
+            f"note: {counted(len(unknown), 'task')} of unknown datasets ({unknown[0]}"
+            f"{', ...' if len(unknown) > 1 else ''}): each is shown as a dataset."
+            " --module_import MODULE groups them, where MODULE registers them."
+        )
+    return prompts
 
 
 def load_prompts(modules: Sequence[str], *, into_seqio: bool = False) -> Mapping[str, PromptInfo]:

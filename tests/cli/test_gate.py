@@ -140,7 +140,7 @@ def pressed():
             "t0repro.cli.bodies.rank_eval.open_checkpoint",
             "pairs that are scored already are kept",
         ),
-        ("report make E --out DIR", "t0repro.cli.report.read_reported_prompts", ""),
+        ("report make E --out DIR", "t0repro.cli.report.prompts_of_evaluations", ""),
         ("compare A B", "t0repro.cli.compare.find_evaluation", ""),
         (
             "checkpoint fetch t5.1.1.lm100k.xl --to DIR",
