@@ -379,7 +379,7 @@ def _plan_hf(
     # config.json has a single type for all weights, and float32 represents each exactly.
     dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
     vocabulary = Path(options.vocabulary) if options.vocabulary else None
-    bound = model_gin.bound_sentinels(text, reader.ref.folder) if text else None
+    bound = model_gin.read_bound_sentinels(text, reader.ref.folder) if text else None
     pieces = hf_files.read_pieces(vocabulary, family, bound) if vocabulary else None
     tokenizer = hf_files.tokenizer_files(pieces, family)
     ids = pieces.ids if pieces else hf.read_token_ids(arithmetic_source(reader.ref))

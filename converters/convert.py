@@ -177,7 +177,7 @@ def _plan(
     slots = "none" if not has_slots(original) else "kept" if options.slots else "dropped"
     report = dataclasses.replace(
         _report(ref, target, family, conversion, slots),
-        notes=(*notes, *_left_behind(original), *conversion.notes),
+        notes=(*notes, *_list_left_behind(original), *conversion.notes),
         merged=original.note if isinstance(original, MergedReader) else None,
     )
     return report, reader, conversion
@@ -283,7 +283,7 @@ def _dtype(to: Target, options: Options) -> tuple[str | None, str]:
     return None, ""
 
 
-def _left_behind(reader: CheckpointReader) -> list[str]:
+def _list_left_behind(reader: CheckpointReader) -> list[str]:
     """Notes about the parts of a T5X checkpoint that no other format can store."""
     if not isinstance(reader, JaxReader):
         return []

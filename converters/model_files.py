@@ -18,7 +18,12 @@ from t0repro.adapters import NAMES
 from t0repro.config.gin.statements import Binding
 from t0repro.config.model import ModelConfig
 from t0repro.converters import adapter_files, hf, hf_config, sources
-from t0repro.converters.model_gin import bound_arithmetic, check_gin_text, describes_model, read_gin
+from t0repro.converters.model_gin import (
+    check_gin_text,
+    describes_model,
+    read_bound_arithmetic,
+    read_gin,
+)
 from t0repro.converters.mtf import OPERATIVE_CONFIG
 from t0repro.converters.tensors import CheckpointRef, StoredTensor
 from t0repro.converters.witnesses import check_names, damage_error
@@ -106,7 +111,7 @@ def arithmetic(
         ref.beside(T5X_CONFIG): text_beside(ref, T5X_CONFIG),
         os.fspath(gin_file or ref.beside(OPERATIVE_CONFIG)): text,
     }
-    bound = _bound_arithmetic(texts)
+    bound = _read_bound_arithmetic(texts)
     # A run's file that leaves it unbound says the default of its dialect: each to earlier ones.
     if (
         family.decoder_only
@@ -142,11 +147,11 @@ def arithmetic(
     return config
 
 
-def _bound_arithmetic(texts: Mapping[str, str | None]) -> dict[str, Binding]:
+def _read_bound_arithmetic(texts: Mapping[str, str | None]) -> dict[str, Binding]:
     """What gin texts, by file, bind about a model's arithmetic; later files win."""
     bound: dict[str, Binding] = {}
     for file, text in texts.items():
-        bound |= bound_arithmetic(text, file) if text else {}
+        bound |= read_bound_arithmetic(text, file) if text else {}
     return bound
 
 
@@ -229,7 +234,7 @@ def check_configured(ref: CheckpointRef, model: ModelConfig) -> None:
     }
     config = hf.read_arithmetic(ref.path) if ref.format == "hf" else None
     texts = {ref.beside(file): text_beside(ref, file) for file in _GIN_FILES}
-    bound = {} if config else _bound_arithmetic(texts)
+    bound = {} if config else _read_bound_arithmetic(texts)
     for field, (name, configured) in fields.items():
         if config and configured != getattr(config, field):
             raise UserError(
@@ -270,7 +275,7 @@ def _query_scale(ref: CheckpointRef) -> tuple[bool, str] | None:
     if ref.format in ("hf", "mtf"):  # neither library can
         return False, f"its format is {ref.format}"
     texts = {ref.beside(name): text_beside(ref, name) for name in _GIN_FILES}
-    if bound := _bound_arithmetic(texts).get("scale_queries"):
+    if bound := _read_bound_arithmetic(texts).get("scale_queries"):
         return bool(bound.value), f"{bound.place}: {bound.line}"
     for file, text in texts.items():
         # A file that describes the model and leaves this unbound says T5X's default.

@@ -164,7 +164,7 @@ def master_dtype(path: str | os.PathLike[str]) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def bound_sentinels(text: str, path: str | os.PathLike[str]) -> int | None:
+def read_bound_sentinels(text: str, path: str | os.PathLike[str]) -> int | None:
     """The number of sentinels that gin text adds to a vocabulary's file; None if it adds none.
 
     0 says only that the file of the run's own vocabulary holds them, as T5's second file does.
@@ -177,7 +177,7 @@ def bound_sentinels(text: str, path: str | os.PathLike[str]) -> int | None:
     return None
 
 
-def bound_arithmetic(text: str, path: str | os.PathLike[str]) -> dict[str, Binding]:
+def read_bound_arithmetic(text: str, path: str | os.PathLike[str]) -> dict[str, Binding]:
     """The model arithmetic bound in gin text that the weights do not show.
 
     Args:
@@ -193,7 +193,7 @@ def bound_arithmetic(text: str, path: str | os.PathLike[str]) -> dict[str, Bindi
     """
     bindings, _ = _read_bindings(text, path)
     for key, supported in _FIXED.items():
-        for binding in _bound_in(_TOWERS, key, bindings):
+        for binding in _find_bound(_TOWERS, key, bindings):
             if binding.value != supported:
                 raise UserError(
                     f"The model was trained with `{binding.line}`, which is not supported.",
@@ -203,7 +203,7 @@ def bound_arithmetic(text: str, path: str | os.PathLike[str]) -> dict[str, Bindi
     bound: dict[str, Binding] = {}
     for key, field in _ARITHMETIC.items():
         # Mesh TensorFlow makes layers in their tower's scope, but calls norms in none.
-        for binding in _bound_in(_TOWERS if field == "activations" else ("",), key, bindings):
+        for binding in _find_bound(_TOWERS if field == "activations" else ("",), key, bindings):
             value = binding.value
             if field == "activations":
                 names = value if isinstance(value, list | tuple) else (value,)
@@ -226,7 +226,7 @@ def bound_arithmetic(text: str, path: str | os.PathLike[str]) -> dict[str, Bindi
     return bound
 
 
-def _bound_in(
+def _find_bound(
     scopes: Sequence[str], argument: tuple[str, str], bindings: Bindings
 ) -> list[Binding]:
     """The bindings of an argument that count in some scopes, with the values of their macros."""
@@ -236,7 +236,7 @@ def _bound_in(
 
 
 def describes_model(text: str, path: str | os.PathLike[str]) -> bool:
-    """Whether gin text binds a size of a model; see `bound_arithmetic`."""
+    """Whether gin text binds a size of a model; see `read_bound_arithmetic`."""
     bindings, _ = _read_bindings(text, path)
     return any((configurable, argument) in _FIELDS for _, configurable, argument in bindings)
 

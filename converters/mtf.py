@@ -107,7 +107,7 @@ def _flat_keys(bundle: BundleReader, prefix: str) -> dict[str, str]:
         else:
             names[key] = name
     if unknown:
-        raise unknown_variable(unknown, _known_names(bundle), prefix)
+        raise unknown_variable(unknown, _list_known_names(bundle), prefix)
     return names
 
 
@@ -129,7 +129,7 @@ def _flat_key(name: str, bundle: BundleReader, bias_per_layer: bool) -> str | No
     return naming.slot_key(path, naming.slot_from_mtf(slot, shape))
 
 
-def _known_names(bundle: BundleReader) -> list[str]:
+def _list_known_names(bundle: BundleReader) -> list[str]:
     """Names that such a checkpoint may have, to suggest the nearest ones to an unknown name."""
     numbers = [int(n) for name in bundle.entries for n in re.findall(r"/block_(\d+)/", name)]
     decoder_only = any(name.startswith("transformer/") for name in bundle.entries)

@@ -138,7 +138,7 @@ def _check_pieces(vocabulary: Any, folder: str, names: set[str]) -> bool:
             where=where,
             fix=_ELSEWHERE,
         )
-    if differing := _differing(vocabulary, model):
+    if differing := _find_difference(vocabulary, model):
         token, here, there = differing
         raise UserError(
             f"The tasks' vocabulary, {shown(vocabulary)}, is not the checkpoint's: id {token}"
@@ -153,7 +153,7 @@ def _check_pieces(vocabulary: Any, folder: str, names: set[str]) -> bool:
 def _check_agree(own: VocabularyFile, name: str, folder: str, names: set[str]) -> None:
     """Checks that a SentencePiece model and the tokenizer.json beside it have the same pieces."""
     model = _read(folder, TOKENIZER).get("model", {}) if TOKENIZER in names else {}
-    if differing := model and _differing(own, model):
+    if differing := model and _find_difference(own, model):
         token, here, there = differing
         raise UserError(
             f"The checkpoint's tokenizer has two vocabularies: id {token} is {here!r} in {name} and"
@@ -163,7 +163,7 @@ def _check_agree(own: VocabularyFile, name: str, folder: str, names: set[str]) -
         )
 
 
-def _differing(vocabulary: Any, model: Mapping[str, Any]) -> tuple[int, str, str] | None:
+def _find_difference(vocabulary: Any, model: Mapping[str, Any]) -> tuple[int, str, str] | None:
     """The first id with different pieces in a vocabulary and in tokenizer.json, with both."""
     vocab = model.get("vocab", ())
     # Byte pairs have their ids beside them, a unigram model's pieces their scores.

@@ -274,7 +274,7 @@ def _list_files(
             where=f"{released.address}, asked of {server.base_url}",
             fix="Check --revision and --base_url.",
         )
-    return _chosen(released, listed, folder, step)
+    return _choose_files(released, listed, folder, step)
 
 
 def _server(
@@ -289,7 +289,7 @@ def _server(
     return Bucket(base_url or google_storage(), bucket, delays), folder
 
 
-def _chosen(
+def _choose_files(
     released: Released, listed: Sequence[HubFile], folder: str, step: int | None
 ) -> dict[str, HubFile]:
     """Chooses the files to fetch: path in the destination folder -> file."""

@@ -320,7 +320,7 @@ def checkpoints_to_evaluate(model_dir: str, steps: Any, *, jax: bool) -> list[st
     if steps is None:
         return []
     # None if the state file names no latest checkpoint.
-    chosen = [path for path in _chosen(model_dir, steps, jax) if path]
+    chosen = [path for path in _choose_prefixes(model_dir, steps, jax) if path]
     if not chosen:
         raise UserError(
             f"The latest checkpoint of {model_dir} is not known.",
@@ -330,7 +330,7 @@ def checkpoints_to_evaluate(model_dir: str, steps: Any, *, jax: bool) -> list[st
     return chosen
 
 
-def _chosen(model_dir: str, steps: Any, jax: bool) -> list[str | None]:
+def _choose_prefixes(model_dir: str, steps: Any, jax: bool) -> list[str | None]:
     """The prefixes that mesh_tensorflow.transformer.utils.get_checkpoint_iterator yields."""
     if steps == -1:
         named = storage.is_file(storage.join(model_dir, mtf.STATE_FILE))

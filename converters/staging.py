@@ -94,7 +94,7 @@ class InBucket:
         # An earlier checkpoint's extra objects would remain among the new one's.
         del force
         if self._objects() and not storage.exists(f"{self.path}/{_IN_BUCKET}"):
-            raise self._taken()
+            raise self._taken_error()
 
     def check_space(self, needed: int) -> None:
         """Does nothing: a bucket has no limit."""
@@ -113,7 +113,7 @@ class InBucket:
         with lock_folder(self.path, _PURPOSE, fix="Wait for it, or give another address."):
             if left := self._objects():
                 if not (storage.exists(mark) and storage.read(mark) == text):
-                    raise self._taken()
+                    raise self._taken_error()
                 for name in left:
                     storage.remove(f"{self.path}/{name}")
             storage.write_atomically(mark, text)
@@ -132,7 +132,7 @@ class InBucket:
     def _objects(self) -> list[str]:
         return [name for name in storage.file_sizes(self.path) if not name.startswith(_HIDDEN)]
 
-    def _taken(self) -> UserError:
+    def _taken_error(self) -> UserError:
         return UserError(
             "There are objects at this address already.",
             where=self.path,

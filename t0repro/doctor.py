@@ -104,12 +104,12 @@ class Diagnosis:
         """The findings as a page for a terminal."""
         blocks = [
             "Versions",
-            *_indented([[name, found or "-"] for name, found in self.versions.items()]),
+            *_indent([[name, found or "-"] for name, found in self.versions.items()]),
         ]
         tier = f"{self.tier.capitalize()} tier"
         for title, findings in ((tier, self.core), ("Extras", self.extras), ("Data", self.data)):
             rows = [[item.state, item.name, item.detail] for item in findings]
-            blocks += ["", title, *_indented(rows)]
+            blocks += ["", title, *_indent(rows)]
             blocks += [f"  to fix {item.name}: {item.fix}" for item in findings if item.fix]
         missing = [finding.name for finding in self.core if finding.state == "missing"]
         without = f", without {' and '.join(missing)}" if missing else ""
@@ -120,7 +120,7 @@ class Diagnosis:
         return "\n".join([*blocks, "", verdict])
 
 
-def _indented(rows: Sequence[Sequence[str]]) -> list[str]:
+def _indent(rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"  {line}" for line in columns(rows)]
 
 

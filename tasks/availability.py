@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from t0repro.errors import UserError
 from t0repro.progress import say
 from t0repro.tasks.mixture_checks import check_rates
-from t0repro.tasks.prompt_cache.folders import cached_splits
+from t0repro.tasks.prompt_cache.folders import list_cached_splits
 from t0repro.tasks.registry import (
     DescribedTask,
     PromptedMixture,
@@ -118,7 +118,7 @@ def _lacks_split(cache_dir: str | None, split: str) -> bool:
     """Whether a task's cache has other splits only; not known of one in a bucket."""
     if not cache_dir or "://" in cache_dir:
         return False
-    splits = cached_splits(Path(cache_dir))
+    splits = list_cached_splits(Path(cache_dir))
     return bool(splits) and split not in splits
 
 

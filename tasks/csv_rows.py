@@ -115,11 +115,13 @@ def _header(path: Path) -> list[str]:
     names = [name or f"Unnamed: {at}" for at, name in enumerate(names)]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise _broken(path, 1, f"the header has {twice[0]!r} twice")
+        raise _broken_row_error(path, 1, f"the header has {twice[0]!r} twice")
     if not names:
-        raise _broken(path, 1, "the file has no header")
+        raise _broken_row_error(path, 1, "the file has no header")
     if len(names) == 1 and (other := next((each for each in ";\t," if each in names[0]), None)):
-        raise _broken(path, 1, f"the header is one field, {names[0]!r}, which {other!r} separates")
+        raise _broken_row_error(
+            path, 1, f"the header is one field, {names[0]!r}, which {other!r} separates"
+        )
     return names
 
 
@@ -138,7 +140,7 @@ def _records(path: Path) -> Iterator[tuple[int, list[str]]]:
                     continue
                 if len(fields) != len(names):
                     what = f"it has {len(fields)} fields, and the header has {len(names)}"
-                    raise _broken(path, reader.line_num, what)
+                    raise _broken_row_error(path, reader.line_num, what)
                 yield reader.line_num, fields
         except UnicodeDecodeError as error:
             raise _not_utf8(path, error) from error
@@ -146,7 +148,9 @@ def _records(path: Path) -> Iterator[tuple[int, list[str]]]:
             # The module's words for a quotation mark that nothing closes.
             unclosed = str(error) == "unexpected end of data"
             reason = "the quotation mark of a field is not closed" if unclosed else str(error)
-            raise _broken(path, begins if unclosed else reader.line_num + 1, reason) from error
+            raise _broken_row_error(
+                path, begins if unclosed else reader.line_num + 1, reason
+            ) from error
 
 
 def _not_utf8(path: Path, error: UnicodeDecodeError) -> UserError:
@@ -157,12 +161,12 @@ def _not_utf8(path: Path, error: UnicodeDecodeError) -> UserError:
                 line.decode("utf-8")
             except UnicodeDecodeError:
                 if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                    return _broken(path, 1, "the file is UTF-16; save it as UTF-8")
-                return _broken(path, number, "it is not UTF-8; save the file as UTF-8")
-    return _broken(path, 1, str(error))
+                    return _broken_row_error(path, 1, "the file is UTF-16; save it as UTF-8")
+                return _broken_row_error(path, number, "it is not UTF-8; save the file as UTF-8")
+    return _broken_row_error(path, 1, str(error))
 
 
-def _broken(path: Path, line: int, reason: str) -> UserError:
+def _broken_row_error(path: Path, line: int, reason: str) -> UserError:
     kind = path.suffix[1:].upper()
     return UserError(
         f"A line is not a row of {kind}: {reason}.",

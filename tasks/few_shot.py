@@ -4,7 +4,7 @@
                                             the dataset's original task
     few_shot_anli_r1_32_seed_0              of ANLI's first round
 
-A seed samples the same rows as in T-Few (t0repro.tasks.rows.kept_rows), from rows in the order of
+A seed samples the same rows as in T-Few (t0repro.tasks.rows.choose_rows), from rows in the order of
 `datasets` 1.12. T-Few has 32 shots of RTE, CB, COPA, WiC and WSC, so these mixtures are its own
 splits. Of its 50 shots of ANLI and WinoGrande, the mixtures have the first 32; its 20 shots of
 HellaSwag are among the 32. T-Few samples Story Cloze from the validation split, on which T0 is

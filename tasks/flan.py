@@ -83,7 +83,7 @@ def add_flan_2022(tasks: Mapping[str, Sequence[str]]) -> None:
             fix="Name some: add_flan_2022({'flan_zs_opt': ['my_task']}).",
         )
     for kind, names in given.items():
-        rate = functools.partial(_capped_examples, cap=CAPS[known[kind]])
+        rate = functools.partial(_cap_examples, cap=CAPS[known[kind]])
         add_mixture(f"{_PREFIX}{kind}", list(names), rate)
     shares = {}
     for submixture, (share, source, settings) in _SUBMIXTURES.items():
@@ -100,5 +100,5 @@ def add_flan_2022(tasks: Mapping[str, Sequence[str]]) -> None:
     add_mixture(FLAN_2022, shares)
 
 
-def _capped_examples(rows: PromptedRows, cap: int) -> int:
+def _cap_examples(rows: PromptedRows, cap: int) -> int:
     return min(rows.num_input_examples("train"), cap)

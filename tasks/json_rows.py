@@ -135,9 +135,9 @@ def _parse(line: bytes, path: Path, place: str) -> dict[str, Any]:
     try:
         row = _DECODER.decode(line.decode("utf-8"))
     except ValueError as error:  # includes UnicodeError
-        raise _broken_row(path, place, _fault(line, error)) from error
+        raise _broken_row_error(path, place, _fault(line, error)) from error
     except RecursionError as error:
-        raise _broken_row(path, place, _TOO_DEEP) from error
+        raise _broken_row_error(path, place, _TOO_DEEP) from error
     if b"\\ud" in line or b"\\uD" in line:
         _check_text(row, path, place)
     # Counting brackets is cheap, and most lines have too few to be nested that deeply.
@@ -167,9 +167,9 @@ def _fault(content: bytes, error: ValueError) -> str:
 
 def _check_row(row: Any, path: Path, place: str) -> None:
     if _depth(row) > DEPTH:
-        raise _broken_row(path, place, _TOO_DEEP)
+        raise _broken_row_error(path, place, _TOO_DEEP)
     if not isinstance(row, dict):
-        raise _broken_row(path, place, "it is not an object of field names and values")
+        raise _broken_row_error(path, place, "it is not an object of field names and values")
 
 
 def _check_text(row: Any, path: Path, place: str) -> None:
@@ -177,7 +177,7 @@ def _check_text(row: Any, path: Path, place: str) -> None:
     try:
         json.dumps(row, ensure_ascii=False).encode("utf-8")
     except UnicodeError as error:
-        raise _broken_row(path, place, str(error)) from error
+        raise _broken_row_error(path, place, str(error)) from error
 
 
 def _depth(value: Any) -> int:
@@ -193,7 +193,7 @@ def _depth(value: Any) -> int:
     return deepest
 
 
-def _broken_row(path: Path, place: str, reason: str) -> UserError:
+def _broken_row_error(path: Path, place: str, reason: str) -> UserError:
     each = place.split()[0]
     return UserError(
         f"A {'line' if each == 'line' else 'value'} is not a row in JSON: {reason}.",

@@ -78,7 +78,7 @@ def list_tasks(
     known = prompted_tasks()
     names = select_tasks(mixture, dataset)
     mixtures = _mixtures_of_tasks() if mixture is None else {name: mixture for name in names}
-    found = [_listed(known[name], mixtures.get(name), caches) for name in names]
+    found = [_list_task(known[name], mixtures.get(name), caches) for name in names]
     if not skip_missing:
         return found
     rows = {name: task_descriptions()[name].rows for name in names}
@@ -94,7 +94,7 @@ def _mixtures_of_tasks() -> dict[str, str]:
     return found
 
 
-def _listed(task: PromptedTask, mixture: str | None, caches: Sequence[Path]) -> ListedTask:
+def _list_task(task: PromptedTask, mixture: str | None, caches: Sequence[Path]) -> ListedTask:
     rate = None if mixture is None else _rate(mixture, task.name)
     # The marker is written last, so a folder with it is complete.
     cached = next(

@@ -30,7 +30,7 @@ _ALIASES = {
 }
 
 
-def resolved_modules(modules: Iterable[str]) -> list[str]:
+def resolve_modules(modules: Iterable[str]) -> list[str]:
     """The modules, with T0's names replaced by this project's; each change is noted on stderr.
 
     Args:
@@ -113,7 +113,7 @@ def load_tasks(
     Raises:
       UserError: If a module cannot be found, or a file is broken.
     """
-    modules = resolved_modules(modules)
+    modules = resolve_modules(modules)
     known = () if templates is None else template_files()
     named = [path for path in known if path not in _registered_files]
     templates = [*named, *(templates or ())]

@@ -73,7 +73,7 @@ def known_names() -> tuple[str, ...]:
     return tuple(sorted(set(names)))
 
 
-def matching_names(patterns: Sequence[str]) -> list[str]:
+def match_names(patterns: Sequence[str]) -> list[str]:
     """T0's task names that match any pattern of `*`, `?` and `[...]`, sorted, without duplicates.
 
     Raises:
@@ -104,7 +104,7 @@ def fetch(patterns: Sequence[str], to: Path, repository: HubRepository) -> Fetch
     next fetch resumes at the same byte. Complete tasks are left alone and need no network.
 
     Args:
-      patterns: Patterns of task names, as for `matching_names`.
+      patterns: Patterns of task names, as for `match_names`.
       to: The folder to fetch to; created if it does not exist.
       repository: P3 on the hub, or on a mirror.
 
@@ -112,7 +112,7 @@ def fetch(patterns: Sequence[str], to: Path, repository: HubRepository) -> Fetch
       UserError: If no name matches, the hub cannot be reached, a checksum is wrong, the disk is
         full, or another fetch is writing to the folder.
     """
-    names = matching_names(patterns)
+    names = match_names(patterns)
     with lock_folder(to, "fetching P3"):
         present = [name for name in names if _is_complete(to / name)]
         wanted = [name for name in names if name not in set(present)]
@@ -127,7 +127,7 @@ def fetch(patterns: Sequence[str], to: Path, repository: HubRepository) -> Fetch
                 " --module_import=t0repro.tasks.t0. P3 was released without 92 of T0's tasks,"
                 " Story Cloze among them.",
             )
-        sizes = {name: _checked_listing(name, files) for name, files in listed.items() if files}
+        sizes = {name: _check_listing(name, files) for name, files in listed.items() if files}
         total = sum(file.size for files in sizes.values() for file in files)
         held = [path for name in sizes for path in (to / UNFINISHED / name).glob("*")]
         check_room(to, total, held, "Choose fewer tasks, or another folder.")
@@ -159,7 +159,7 @@ def _is_complete(folder: Path) -> bool:
     return False
 
 
-def _checked_listing(name: str, files: Sequence[HubFile]) -> list[HubFile]:
+def _check_listing(name: str, files: Sequence[HubFile]) -> list[HubFile]:
     """The files without the marker, after checking that no shard or info file is missing."""
     # The marker is written here, last; the others must all be listed.
     names = {file.name for file in files}

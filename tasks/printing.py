@@ -99,14 +99,14 @@ def _panel(example: ShownExample, shown: ShownTask) -> Panel:
     body = Text()
     body.append("input", style="bold cyan")
     body.append(_count(example.input_tokens) + "\n")
-    inputs = Text(_shown(example.inputs))
+    inputs = Text(_strip_controls(example.inputs))
     # A set: choices may repeat.
     for choice in set(example.choices or ()):
-        inputs.highlight_words([_shown(choice)], style="underline")
+        inputs.highlight_words([_strip_controls(choice)], style="underline")
     body.append_text(inputs)
     body.append("\n\ntarget", style="bold green")
     body.append(_count(example.target_tokens) + "\n")
-    body.append(_shown(example.targets), style="green")
+    body.append(_strip_controls(example.targets), style="green")
     for line, style in _choice_lines(example, shown):
         body.append("\n")
         body.append(line, style=style)
@@ -116,7 +116,7 @@ def _panel(example: ShownExample, shown: ShownTask) -> Panel:
     return Panel(body, title=f"row {example.row}", title_align="left")
 
 
-def _shown(text: str) -> str:
+def _strip_controls(text: str) -> str:
     """The text with its line breaks, but without terminal control sequences."""
     return printable(text, keep="\n\t")
 

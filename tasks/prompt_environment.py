@@ -121,11 +121,11 @@ def _as_method(found: Any, name: Any) -> Any:
 
 def _as_items(filter_: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(filter_)  # with the marks by which Jinja passes the context
-    def filtered(*args: Any, **kwargs: Any) -> Any:
+    def filter_items(*args: Any, **kwargs: Any) -> Any:
         result = filter_(*args, **kwargs)
         return _Items(result) if isinstance(result, Iterator) else result
 
-    return filtered
+    return filter_items
 
 
 def constant_text(environment: jinja2.Environment, jinja: str) -> str | None:

@@ -182,7 +182,7 @@ def local_reader(
       split: The split's name on disk.
     """
     # Without a folder there are no local rows, but the hub may be allowed.
-    for folder in [root] if root is not None else _named_folders():
+    for folder in [root] if root is not None else _list_named_folders():
         paths = rows.find_rows_files(rows.dataset_folder(folder, dataset, subset), split)
         if paths:
             readers = tuple(map(LocalReader.of, paths))
@@ -193,7 +193,7 @@ def local_reader(
     return None
 
 
-def _named_folders() -> list[Path]:
+def _list_named_folders() -> list[Path]:
     return data_folders() if os.environ.get(DATA_VARIABLE) else []
 
 
@@ -209,14 +209,14 @@ def find_reader(root: Path | None, dataset: str, subset: str | None, split: str)
     if local is not None:
         return local
     if root is not None:
-        raise _missing_rows([root], dataset, subset, split)
+        raise _missing_rows_error([root], dataset, subset, split)
     entry = catalog().get((dataset, subset))
     if entry is not None and entry.hub is not None and hub_is_allowed():
         return hub_reader(entry, split)
-    raise _missing_rows(_named_folders(), dataset, subset, split, entry)
+    raise _missing_rows_error(_list_named_folders(), dataset, subset, split, entry)
 
 
-def _missing_rows(
+def _missing_rows_error(
     roots: Sequence[Path],
     dataset: str,
     subset: str | None,

@@ -25,27 +25,27 @@ def encode_row(value: Any) -> bytes:
     Raises:
       TypeError: If the value contains a type that rows cannot have.
     """
-    return json.dumps(_tagged(value)).encode("ascii")
+    return json.dumps(_encode(value)).encode("ascii")
 
 
 def decode_row(data: bytes) -> Any:
     """The value that was encoded, with its types."""
-    return json.loads(data, object_hook=_untagged)
+    return json.loads(data, object_hook=_decode)
 
 
-def _tagged(value: Any) -> Any:
+def _encode(value: Any) -> Any:
     kind = type(value)
     if kind in _PLAIN:
         return value
     if kind is list:
-        return [_tagged(item) for item in value]
+        return [_encode(item) for item in value]
     # Exact types: a subclass would come back as its base.
     if kind is dict and all(type(key) is str for key in value) and _TAG not in value:
-        return {key: _tagged(item) for key, item in value.items()}
+        return {key: _encode(item) for key, item in value.items()}
     if kind is dict:
-        return _tag("dict", [[_tagged(key), _tagged(item)] for key, item in value.items()])
+        return _tag("dict", [[_encode(key), _encode(item)] for key, item in value.items()])
     if kind is tuple:
-        return _tag("tuple", [_tagged(item) for item in value])
+        return _tag("tuple", [_encode(item) for item in value])
     # Compare exact types here too: a datetime is also a date, and would lose its time.
     for name, (of_kind, write, _) in _OTHERS.items():
         if kind is of_kind:
@@ -57,7 +57,7 @@ def _tag(name: str, content: Any) -> dict[str, Any]:
     return {_TAG: [name, content]}
 
 
-def _untagged(mapping: dict[str, Any]) -> Any:
+def _decode(mapping: dict[str, Any]) -> Any:
     if _TAG not in mapping:
         return mapping
     name, content = mapping[_TAG]

@@ -246,7 +246,7 @@ def _sha256(path: Path, modified: int, size: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def kept_rows(count: int, max_rows: int | None, seed: int | None = None) -> Collection[int]:
+def choose_rows(count: int, max_rows: int | None, seed: int | None = None) -> Collection[int]:
     """Which of `count` rows are kept, at most `max_rows`: evenly spaced, or drawn by a seed.
 
     A seed draws the rows that T-Few draws from the same rows.

@@ -112,7 +112,7 @@ class _Process:
           jinja2.TemplateSyntaxError: If it is not valid Jinja.
         """
         with self._lock:
-            process = self._started()
+            process = self._start_process()
             assert process.stdin is not None and process.stdout is not None
             try:
                 process.stdin.write(encode_row([operation, arguments]) + b"\n")
@@ -122,13 +122,13 @@ class _Process:
                 line = b""
             # A line without a line break is incomplete: the process died while it answered.
             if not line.endswith(b"\n"):
-                raise self._ended(process)
+                raise self._ended_error(process)
         answer = json.loads(line)
         if "answer" in answer:
             return answer["answer"]
         raise _failure(answer["failure"], answer["message"], answer.get("line"))
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _start_process(self) -> subprocess.Popen[bytes]:
         # After a fork, the pipes belong to the parent: both processes' requests would mix.
         if self._process is None or self._owner != os.getpid():
             self._owner = os.getpid()
@@ -141,7 +141,7 @@ class _Process:
             )
         return self._process
 
-    def _ended(self, process: subprocess.Popen[bytes]) -> TemplateFailure:
+    def _ended_error(self, process: subprocess.Popen[bytes]) -> TemplateFailure:
         """The error for a process that has died; the next request starts another."""
         self.close()
         # SIGPROF comes from the timer that `sandbox_worker` sets before each row.

@@ -78,12 +78,12 @@ class Schema:
             self._others[column] = names
 
     @staticmethod
-    def _renamed(
+    def _convert_renamed(
         feature: Any, alias: Alias, class_names: Mapping[str, Sequence[str]] | None
     ) -> Convert:
         names = (class_names or {}).get(alias.name)
         if isinstance(feature, dict) and feature.get("_type") == "ClassLabel":
-            return _renamed_label(alias, feature["names"], names)
+            return _convert_renamed_label(alias, feature["names"], names)
         return _compile(feature, names)
 
     def bring(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class Schema:
         return None, _text
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -131,7 +131,7 @@ def _shown(value: Any) -> str:
 def _wrong(value: Any, wanted: str) -> SchemaError:
     if value is None:
         return SchemaError("", f"it is null where {wanted} is wanted")
-    return SchemaError("", f"it is {_shown(value)} ({type(value).__name__}), not {wanted}")
+    return SchemaError("", f"it is {_format_value(value)} ({type(value).__name__}), not {wanted}")
 
 
 def _compile(feature: Any, class_names: Sequence[str] | None = None) -> Convert:
@@ -238,7 +238,9 @@ def _class_label(names: Sequence[str], data_names: Sequence[str] | None) -> Conv
     return convert
 
 
-def _renamed_label(alias: Alias, names: Sequence[str], data_names: Sequence[str] | None) -> Convert:
+def _convert_renamed_label(
+    alias: Alias, names: Sequence[str], data_names: Sequence[str] | None
+) -> Convert:
     """Converts a label column that was renamed, whose classes may be in another order today."""
     # TREC's coarse labels, for instance, are in another order; numbers without class names are
     # refused.
@@ -254,8 +256,8 @@ def _renamed_label(alias: Alias, names: Sequence[str], data_names: Sequence[str]
         if data_names is None and value != HIDDEN:
             raise SchemaError(
                 "",
-                f"{alias.name!r} stands in for it with the number {_shown(value)}, and the file"
-                " does not say which class that is; write the class's name",
+                f"{alias.name!r} stands in for it with the number {_format_value(value)}, and the"
+                " file does not say which class that is; write the class's name",
             )
         return by_name(value)
 
@@ -300,7 +302,9 @@ def _record(columns: Mapping[str, Convert]) -> Convert:
             # Drop fields that the schema does not have.
             return {name: _inside(name, inner, value) for name, inner in pairs}
         except KeyError as error:
-            raise SchemaError(f".{error.args[0]}", f"it is missing from {_shown(value)}") from None
+            raise SchemaError(
+                f".{error.args[0]}", f"it is missing from {_format_value(value)}"
+            ) from None
 
     return convert
 
@@ -366,11 +370,11 @@ def schema_of(
     features = features_of(dataset, subset)
     if features is None:
         return None
-    return _compiled(dataset, subset, read | columns_of_dataset(dataset, subset), class_names)
+    return _compile_schema(dataset, subset, read | columns_of_dataset(dataset, subset), class_names)
 
 
 @functools.cache
-def _compiled(
+def _compile_schema(
     dataset: str,
     subset: str | None,
     read: frozenset[str],

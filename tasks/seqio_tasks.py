@@ -65,7 +65,7 @@ def add_task(description: TaskDescription) -> None:
             feature: seqio.Feature(vocabulary, add_eos=add_eos, dtype=tf.int32)
             for feature, add_eos in ADDS_EOS.items()
         },
-        **(_ranked(rows) if ranks else _decoded(rows)),
+        **(_make_rank_metrics(rows) if ranks else _make_decoding_metrics(rows)),
     )
 
 
@@ -271,7 +271,7 @@ def read_t5s_vocabulary_as_ours() -> None:
 _OF_SEVERAL_ANSWERS = ("squad", "trivia_qa", "coqa_f1")
 
 
-def _decoded(rows: PromptedRows) -> dict[str, Any]:
+def _make_decoding_metrics(rows: PromptedRows) -> dict[str, Any]:
     return {
         "metric_fns": task_metrics(rows.dataset, rows.subset, rows.template),
         "postprocess_fn": functools.partial(
@@ -315,7 +315,7 @@ def _expand_choices() -> Callable[[tf.data.Dataset], tf.data.Dataset]:
     )
 
 
-def _ranked(rows: PromptedRows) -> dict[str, Any]:
+def _make_rank_metrics(rows: PromptedRows) -> dict[str, Any]:
     choices = fixed_choices(rows.template)
     # A partial has no name, and t5 names its results after the metric function.
     metric = functools.partial(

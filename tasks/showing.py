@@ -112,7 +112,7 @@ def show_task(
         )
     lengths = lengths or LENGTHS
     source = description.rows
-    split = chosen_split(source, name, split)
+    split = choose_split(source, name, split)
     # Render again without truncation, to show what it removes.
     uncut = compile_template(source.template, cut=False)
     tokenizer, error = find_tokenizer(description.vocabulary)
@@ -133,7 +133,7 @@ def show_task(
     return ShownTask(description.prompt, split, examples, read, dict(dropped), lengths, error)
 
 
-def chosen_split(source: PromptedRows, name: str, split: str | None) -> str:
+def choose_split(source: PromptedRows, name: str, split: str | None) -> str:
     """The requested split, or the first of train, validation, test and others that is available.
 
     Raises:

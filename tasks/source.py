@@ -17,7 +17,7 @@ from t0repro.tasks.catalog import label
 from t0repro.tasks.prompt_environment import TemplateFailure, UndefinedVariable
 from t0repro.tasks.readers import Reader
 from t0repro.tasks.rendering import compiled
-from t0repro.tasks.rows import kept_rows
+from t0repro.tasks.rows import choose_rows
 from t0repro.tasks.schema import Schema, SchemaError, columns_read, schema_of
 from t0repro.tasks.templates import Drop, Rendering, is_own
 
@@ -30,7 +30,7 @@ class Split:
       file: The split's name on disk, for instance `dev_r1`.
       max_rows: Maximum number of rows to take; None takes all. They are evenly spaced over the
         file, since some files are sorted by label.
-      seed: Draws those rows at random instead, as T-Few does (t0repro.tasks.rows.kept_rows).
+      seed: Draws those rows at random instead, as T-Few does (t0repro.tasks.rows.choose_rows).
     """
 
     file: str
@@ -55,7 +55,7 @@ def schema_of_rows(
     return schema_of(dataset, subset, columns, names)
 
 
-def checked_rows(
+def check_rows(
     dataset: str,
     subset: str | None,
     reader: Reader,
@@ -82,7 +82,7 @@ def checked_rows(
     # Counting takes a pass over the data; skip it if all rows are taken.
     kept = None
     if limit is not None and limit.max_rows is not None:
-        kept = kept_rows(reader.count(), limit.max_rows, limit.seed)
+        kept = choose_rows(reader.count(), limit.max_rows, limit.seed)
     number = None
     for number, row in enumerate(reader.read(start, stop), start=start):
         if kept is not None and number not in kept:
@@ -188,7 +188,7 @@ class PromptedRows:
         """
         reader, limit = self.reader(split), self.files_of_splits[split]
         schema = self._schema(reader)
-        return checked_rows(self.dataset, self.subset, reader, schema, limit, start, stop)
+        return check_rows(self.dataset, self.subset, reader, schema, limit, start, stop)
 
     def examples(self, split: str) -> Iterator[dict[str, Any]]:
         """Yields the split's prompted examples in the file's order.
@@ -262,7 +262,7 @@ class PromptedRows:
         # The schema is part of the key: the same data may be checked for different columns.
         key = (reader, self._schema(reader))
         if key not in _checked:
-            found = checked_rows(self.dataset, self.subset, reader, key[1])
+            found = check_rows(self.dataset, self.subset, reader, key[1])
             _checked[key] = sum(1 for _ in found)
         return _checked[key]
 

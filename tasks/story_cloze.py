@@ -69,19 +69,21 @@ def read_story_cloze(path: Path) -> Iterator[dict[str, Any]]:
         try:
             missing = set(STORY_CLOZE_COLUMNS) - set(reader.fieldnames or ())
             if missing:
-                raise _broken(path, 1, f"the columns {sorted(missing)} are missing")
+                raise _broken_row_error(path, 1, f"the columns {sorted(missing)} are missing")
             for row in reader:
                 brought = {new: row[old] for old, new in STORY_CLOZE_COLUMNS.items()}
                 answer = brought["answer_right_ending"]
                 # DictReader completes a short line with None.
                 if None in brought.values() or answer not in ("1", "2"):
-                    raise _broken(path, reader.line_num, "it is cut, or its answer is not 1 or 2")
+                    raise _broken_row_error(
+                        path, reader.line_num, "it is cut, or its answer is not 1 or 2"
+                    )
                 yield {**brought, "answer_right_ending": int(answer)}
         except (UnicodeDecodeError, csv.Error) as error:
-            raise _broken(path, reader.line_num + 1, str(error)) from error
+            raise _broken_row_error(path, reader.line_num + 1, str(error)) from error
 
 
-def _broken(path: Path, line: int, reason: str) -> UserError:
+def _broken_row_error(path: Path, line: int, reason: str) -> UserError:
     return UserError(
         f"A line is not a row of Story Cloze: {reason}.",
         where=f"{path}, line {line}",

@@ -70,7 +70,7 @@ def add_text_task(
             f"There is no objective {objective!r}.",
             fix=f"Choose one of {', '.join(OBJECTIVES)}.",
         )
-    found = {split: _matching(name, patterns) for split, patterns in files.items()}
+    found = {split: _match_names(name, patterns) for split, patterns in files.items()}
     from t0repro import compat
 
     compat.install()
@@ -91,7 +91,7 @@ def add_text_task(
             seqio.preprocessors.tokenize,
             # Cached before the objective, which samples new noise in every epoch.
             seqio.CacheDatasetPlaceholder(),
-            _denoising(objective, merge_examples),
+            _make_denoising(objective, merge_examples),
             # Trims first: SeqIO's own trim at the end would cut EOS off a long example.
             seqio.preprocessors.append_eos_after_trim,
         ],
@@ -112,7 +112,7 @@ def _feature(vocabulary: VocabularyFile | seqio.Vocabulary | None) -> Any:
     return seqio.Feature(encoding, add_eos=True, dtype=tf.int32)
 
 
-def _denoising(objective: Objective, merge_examples: bool) -> Callable[..., Any]:
+def _make_denoising(objective: Objective, merge_examples: bool) -> Callable[..., Any]:
     """t5's preprocessor that turns a text's tokens into inputs and targets."""
     from t5.data import preprocessors
 
@@ -153,7 +153,7 @@ def add_described(description: str) -> list[str]:
     return list(tasks)
 
 
-def _matching(name: str, patterns: str | Sequence[str]) -> list[str]:
+def _match_names(name: str, patterns: str | Sequence[str]) -> list[str]:
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
     # Sorted: glob lists files in the file system's order, which is not that of another machine.
     found = sorted({path for pattern in patterns for path in glob.glob(pattern)})

@@ -57,7 +57,7 @@ class VocabularyFile:
           UserError: If there is no such file, it is not a SentencePiece model, or its ids are not
             what T5 takes them for (`check_ids`).
         """
-        return self._opened()[0]
+        return self._open_file()[0]
 
     @property
     def extra_ids(self) -> int:
@@ -66,9 +66,9 @@ class VocabularyFile:
         Raises:
           UserError: As for `sp_model`.
         """
-        return self._opened()[1]
+        return self._open_file()[1]
 
-    def _opened(self) -> tuple[bytes, int]:
+    def _open_file(self) -> tuple[bytes, int]:
         if self.address == BYTES:
             return _BYTES_MODEL + b"%d" % (self.given_ids or 0), self.given_ids or 0
         return _open(local_copy(self.address), self.given_ids)
@@ -165,7 +165,9 @@ def default_vocabulary() -> VocabularyFile:
     """
     address = storage.local_path(os.environ.get(VOCABULARY_VARIABLE) or DEFAULT_ADDRESS)
     # Only the address: nothing is read or fetched until a token is needed.
-    return VocabularyFile(address, EXTRA_IDS if address == DEFAULT_ADDRESS else _given_sentinels())
+    return VocabularyFile(
+        address, EXTRA_IDS if address == DEFAULT_ADDRESS else _read_given_sentinels()
+    )
 
 
 def named_vocabulary(address: str | os.PathLike[str] | None) -> VocabularyFile:
@@ -185,10 +187,10 @@ def named_vocabulary(address: str | os.PathLike[str] | None) -> VocabularyFile:
             where=where,
             fix="Give the path of a SentencePiece model file, such as spiece.model.",
         )
-    return VocabularyFile(path, _given_sentinels())
+    return VocabularyFile(path, _read_given_sentinels())
 
 
-def _given_sentinels() -> int | None:
+def _read_given_sentinels() -> int | None:
     given = os.environ.get(SENTINELS_VARIABLE)
     if given and not given.isdecimal():
         raise UserError(
@@ -238,7 +240,7 @@ def _open(path: str, extra_ids: int | None) -> tuple[bytes, int]:
         raise not_a_model(path, error) from error
     _check_ids(content, path)
     pieces = [piece.piece for piece in model.pieces]
-    added = _added(pieces, eos, extra_ids, path)
+    added = _count_added(pieces, eos, extra_ids, path)
     user_defined = sentencepiece_model_pb2.ModelProto.SentencePiece.USER_DEFINED
     # Follow SeqIO's rule, so that the bytes, and thus a cache's digest, equal SeqIO's. Count down:
     # <extra_id_0> gets the last id.
@@ -247,7 +249,7 @@ def _open(path: str, extra_ids: int | None) -> tuple[bytes, int]:
     return model.SerializeToString(), added
 
 
-def _added(pieces: Sequence[str], eos: int, extra_ids: int | None, path: str) -> int:
+def _count_added(pieces: Sequence[str], eos: int, extra_ids: int | None, path: str) -> int:
     """How many sentinels to add to a file; reports a number that is only assumed."""
     if extra_ids is None:
         added, family = sentinels_lacking(pieces, eos)
@@ -293,7 +295,7 @@ def _check_ids(model: bytes, path: str) -> None:
         what = "has no token that ends a text" if eos < 0 else "ends texts with padding's id, 0"
     elif unknown == 0:
         # Bytes leave no character unknown. MADLAD-400 was trained with unknown ones as padding.
-        if not _parsed(model)[1] and (processor.get_piece_size(), eos) != _MADLAD:
+        if not _parse(model)[1] and (processor.get_piece_size(), eos) != _MADLAD:
             what = "gives unknown characters padding's id, 0: they would have no loss and no score"
     elif not processor.is_control(0):
         what = f"has {processor.id_to_piece(0)!r} in padding's place, id 0"
@@ -369,7 +371,7 @@ def difference(one: Any, other: Any) -> str | None:
         return None
     if any(not model or model.startswith(_BYTES_MODEL) for model in models):
         return "only one is a SentencePiece model"
-    (pieces, *rules), (others, *other_rules) = map(_parsed, models)
+    (pieces, *rules), (others, *other_rules) = map(_parse, models)
     for token, pair in enumerate(itertools.zip_longest(pieces, others, fillvalue=("nothing",))):
         names = [each[0] for each in pair]
         if names[0] != names[1]:
@@ -380,7 +382,7 @@ def difference(one: Any, other: Any) -> str | None:
 
 
 @functools.lru_cache(maxsize=4)
-def _parsed(model: bytes) -> tuple[list[tuple[str, float, int]], bool, int, bytes]:
+def _parse(model: bytes) -> tuple[list[tuple[str, float, int]], bool, int, bytes]:
     """What decides a model's encoding: pieces, byte fallback, its type, rules for texts."""
     from sentencepiece import sentencepiece_model_pb2
 
@@ -485,7 +487,7 @@ def local_copy(address: str) -> str:
             _refuse_other_paths(address, where)
             raise UserError("The vocabulary is missing.", where=where, fix=_advice(address))
         return address
-    copy = _cached(address)
+    copy = _find_cached_path(address)
     if not copy.is_file():
         content = _fetch(address)
         if isinstance(content, UserError):
@@ -520,10 +522,10 @@ def is_here(vocabulary: Any) -> bool:
     address = address_of(vocabulary)
     if address is None or address == BYTES:
         return True
-    return (_cached(address) if is_address(address) else Path(address)).is_file()
+    return (_find_cached_path(address) if is_address(address) else Path(address)).is_file()
 
 
-def _cached(address: str) -> Path:
+def _find_cached_path(address: str) -> Path:
     # Use the full address, so that vocabularies in two buckets do not collide.
     return _cache_folder() / address.removeprefix("gs://").replace("://", "/")
 

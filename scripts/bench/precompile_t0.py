@@ -163,11 +163,11 @@ def compiled(title: str, config: Run, topology: str) -> Iterator[str]:
     """Yields `t0repro precompile`'s figures of a command, and a training run's cost."""
     from t0repro.config.run import TrainRun
     from t0repro.partitioning.devices import describe_devices
-    from t0repro.runs.precompile import described, predicted_seconds
-    from t0repro.runs.programs import arranged, compiled_programs
+    from t0repro.runs.precompile import describe_program, predict_seconds
+    from t0repro.runs.programs import arrange_run, compile_programs
 
     devices, chip = machine(topology)
-    config, partitioning, why = arranged(config, devices)
+    config, partitioning, why = arrange_run(config, devices)
     model = config.model
     trains = isinstance(config, TrainRun)
     microbatches = config.num_microbatches if trains else 1
@@ -180,12 +180,12 @@ def compiled(title: str, config: Run, topology: str) -> Iterator[str]:
     if why:
         yield why
     before = time.process_time()
-    for program in compiled_programs(config, partitioning):
-        yield from described(program, config, partitioning, chip)
+    for program in compile_programs(config, partitioning):
+        yield from describe_program(program, config, partitioning, chip)
         yield f"  {time.process_time() - before:.0f} s of processor time"
         before = time.process_time()
         if trains and chip is not None and not program.refused:
-            yield cost(predicted_seconds(program, partitioning, chip), partitioning, topology)
+            yield cost(predict_seconds(program, partitioning, chip), partitioning, topology)
 
 
 def cost(seconds: float, partitioning: Partitioning, topology: str) -> str:
@@ -217,7 +217,7 @@ def configured(size: str, command: str, layers: int | None = None, more: Sequenc
     """One of COMMANDS for a size of T5 1.1, with layers per tower and more gin overrides."""
     from t0repro.config.mtf.dialect import load
     from t0repro.config.mtf.parser import MeshInputs
-    from t0repro.runs.fitting import adjusted
+    from t0repro.runs.fitting import adjust_run
 
     about = COMMANDS[command]
     files = ("dataset.gin", f"models/t5.1.1.{size}.gin", *about["files"])
@@ -227,7 +227,7 @@ def configured(size: str, command: str, layers: int | None = None, more: Sequenc
     inputs = MeshInputs("", files, params, module_imports=("t0repro.tasks.demo",))
     config = load(inputs, float32_activations=False).run
     model = dataclasses.replace(config.model, vocab_size=32128, recompute=about.get("recompute"))
-    return adjusted(dataclasses.replace(config, model=model), **about.get("changes", {}))
+    return adjust_run(dataclasses.replace(config, model=model), **about.get("changes", {}))
 
 
 if __name__ == "__main__":

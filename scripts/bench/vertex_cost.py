@@ -56,18 +56,18 @@ def main() -> None:
 def step_seconds(topology: str, layers: int) -> tuple[float, float]:
     """Predicted seconds to encode and to decode a batch, for a number of layers per tower."""
     from t0repro.partitioning.topologies import devices_of
-    from t0repro.runs.precompile import predicted_seconds
-    from t0repro.runs.programs import arranged, compiled_programs
+    from t0repro.runs.precompile import predict_seconds
+    from t0repro.runs.programs import arrange_run, compile_programs
 
     on_slice = f"utils.tpu_mesh_shape.tpu_topology = '{topology}'"
     config = precompile_t0.configured("xl", "evaluate", layers, [on_slice])
     devices, chip = devices_of(topology)
-    config, partitioning, _ = arranged(config, devices)
+    config, partitioning, _ = arrange_run(config, devices)
     seconds = {}
-    for program in compiled_programs(config, partitioning):
+    for program in compile_programs(config, partitioning):
         if program.refused:
             raise SystemExit(f"{topology}, {program.name}: {program.refused}")
-        seconds[program.name] = predicted_seconds(program, partitioning, chip)
+        seconds[program.name] = predict_seconds(program, partitioning, chip)
         if len(seconds) == 2:  # the third program, generation, is not part of scoring
             break
     return seconds["encode"], seconds["decode"]

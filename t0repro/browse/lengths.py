@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from t0repro.browse.shown_rows import show_rows
 from t0repro.errors import UserError
-from t0repro.tasks.rows import kept_rows
+from t0repro.tasks.rows import choose_rows
 from t0repro.tasks.task import TaskDescription
 
 SAMPLE = 12
@@ -49,7 +49,7 @@ def measure(task: TaskDescription) -> Lengths:
     try:
         count = task.rows.row_count(split)
         size = max(SAMPLE // _BLOCKS, 1)
-        starts = sorted(kept_rows(max(count - size + 1, 1), _BLOCKS))
+        starts = sorted(choose_rows(max(count - size + 1, 1), _BLOCKS))
         rows = [row for start in starts for row in show_rows(task, split, start, size)]
     except UserError as error:
         return Lengths(name, 0, 0, None, None, None, error.what)

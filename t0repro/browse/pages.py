@@ -13,7 +13,7 @@ from t0repro.browse.draft import Draft, Finding, fields_of
 from t0repro.browse.lengths import Lengths, measure
 from t0repro.browse.listing import list_datasets, list_prompts, options
 from t0repro.browse.scores import Accuracy, Scores, accuracy_of, differ
-from t0repro.browse.shown_rows import ShownRow, bounded, show_rows
+from t0repro.browse.shown_rows import ShownRow, cut_long_text, show_rows
 from t0repro.errors import UserError
 from t0repro.reports.page_html import TEMPLATES as REPORT_TEMPLATES
 from t0repro.reports.page_html import make_environment
@@ -38,7 +38,11 @@ MOST_ROWS = 200
 @functools.cache
 def _environment() -> jinja2.Environment:
     environment = make_environment(_TEMPLATES)
-    environment.filters |= {"counted": counted, "bounded": bounded, "label": lambda x: label(*x)}
+    environment.filters |= {
+        "counted": counted,
+        "bounded": cut_long_text,
+        "label": lambda x: label(*x),
+    }
     environment.globals["lengths"] = LENGTHS
     return environment
 

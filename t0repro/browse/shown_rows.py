@@ -64,10 +64,10 @@ class ShownRow:
 
 def _as_text(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=repr)
-    return bounded(text)
+    return cut_long_text(text)
 
 
-def bounded(text: str) -> str:
+def cut_long_text(text: str) -> str:
     """A text, or its start and how much more there is."""
     if len(text) <= LONGEST:
         return text

@@ -12,7 +12,7 @@ from t0repro.browse.pages import Pages, asset, first_splits
 from t0repro.browse.shown_rows import show_rows
 from t0repro.errors import UserError
 from t0repro.tasks.catalog import label
-from t0repro.tasks.rows import kept_rows
+from t0repro.tasks.rows import choose_rows
 from t0repro.tasks.task import TaskDescription
 from t0repro.words import counted, some
 
@@ -91,7 +91,7 @@ def _sample(
     """A prompt's rows as HTML; why there is no example or score is added to `lacking`."""
     split = first_splits(task.rows.available_splits())[0]
     try:
-        numbers = sorted(kept_rows(task.rows.row_count(split), count))
+        numbers = sorted(choose_rows(task.rows.row_count(split), count))
         rows = [row for number in numbers for row in show_rows(task, split, number, 1)]
         if rows and all(row.example is None for row in rows):
             lacking["example"].append(f"{task.prompt.name}: {rows[0].reason.rstrip('.')}")

@@ -16,10 +16,10 @@ from t0repro.errors import UserError
 from t0repro.reports.comparison import compare_runs, read_run_facts
 from t0repro.reports.comparison_page import comparison_page, losses_page
 from t0repro.reports.losses import compare_losses
-from t0repro.reports.models import compare_models, corrected, corrected_by, to_json
+from t0repro.reports.models import compare_models, correct_by_models, correct_p_values, to_json
 from t0repro.reports.page import Page
 from t0repro.reports.prompts import prompts_of_evaluations
-from t0repro.reports.run import Run, find_evaluation, labeled
+from t0repro.reports.run import Run, find_evaluation, split_labeled_path
 from t0repro.reports.statistics import Bootstrap
 from t0repro.words import counted
 
@@ -71,7 +71,7 @@ def compare(
       t0repro compare mtf=runs/mtf/validation_eval \
         jax=runs/jax/validation_eval
     """
-    given = [labeled(run) for run in runs]
+    given = [split_labeled_path(run) for run in runs]
     if len(given) < 2:
         raise UserError("A comparison needs two runs or more.", fix="Name them.")
     if step and len(step) != len(given):
@@ -123,7 +123,7 @@ def _evaluations(
     # As columns, the seeds of a model need distinct names.
     first, *others = numbered = [
         dataclasses.replace(run, label=label)
-        for run, label in zip(runs, _numbered([run.label for run in runs]), strict=True)
+        for run, label in zip(runs, _number_labels([run.label for run in runs]), strict=True)
     ]
     compared = [
         # To judge scores by a tolerance, both runs must have scored the same pairs.
@@ -133,14 +133,14 @@ def _evaluations(
     within = tol is None or all(entry.within(tol) for entry in compared)
     models = compare_models(runs, prompts, bootstrap) if len({r.label for r in runs}) > 1 else None
     if models is not None and set(models.seeds.values()) == {1}:
-        compared = corrected_by(models, compared)
+        compared = correct_by_models(models, compared)
     else:
-        compared = corrected(compared)
+        compared = correct_p_values(compared)
     facts = [read_run_facts(run) for run in numbered]
     return comparison_page(compared, models, facts), to_json(compared, models, facts), within
 
 
-def _numbered(labels: Sequence[str]) -> list[str]:
+def _number_labels(labels: Sequence[str]) -> list[str]:
     """The labels, with repeated ones numbered: `t0 (1)`, `t0 (2)`."""
     return [
         f"{label} ({labels[: at + 1].count(label)})" if labels.count(label) > 1 else label

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from t0repro.cli.gin_options import GinOptions, SkippedNames
 from t0repro.config.mtf.parser import MeshInputs
 from t0repro.errors import UserError
-from t0repro.tasks.modules import resolved_modules
+from t0repro.tasks.modules import resolve_modules
 
 
 def mesh_inputs(
@@ -29,7 +29,7 @@ def mesh_inputs(
         gin_files=gin.gin_file or (),
         gin_params=gin.gin_param or (),
         location_prefixes=gin.folders,
-        module_imports=resolved_modules(modules or ()),
+        module_imports=resolve_modules(modules or ()),
         skip_unknown=skipped.skip_unknown,
         import_allowlist=gin.allowlist,
     )

@@ -224,7 +224,7 @@ _OF_TRAINING = (
 _OF_EVALUATION = ("report.*", "*_eval/operative_config.gin", "*_eval/provenance.json")
 
 
-def tracked_training(
+def track_training(
     names: Sequence[TrackerName] | None, model_dir: Path, config: Run | None
 ) -> contextlib.AbstractContextManager[None]:
     """Tracks what the block writes into model_dir; the settings are the configuration's."""
@@ -234,7 +234,7 @@ def tracked_training(
     return track(names or (), TrackedRun(model_dir, settings, _OF_TRAINING))
 
 
-def tracked_evaluation(
+def track_evaluation(
     names: Sequence[TrackerName] | None, out: Path, checkpoint: str, mixture: str, settings: Any
 ) -> contextlib.AbstractContextManager[None]:
     """Tracks what the block writes into an evaluation's folder; `settings` is a dataclass."""

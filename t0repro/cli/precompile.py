@@ -82,7 +82,7 @@ def precompile(
     read = None if mode is None else _t5x_config(options.t5x_inputs(mode.value))
     if mode is RunMode.PRECOMPILE and read is not None:
         check_address(read[1].model_dir, read[1].provenance.get("model_dir", "MODEL_DIR"))
-    with _joined(processes, topology):
+    with _join_processes(processes, topology):
         echo("looking for devices, with JAX ...", err=True)
         from t0repro.cli.bodies import precompile as compiling
 
@@ -101,7 +101,7 @@ def precompile(
 
 
 @contextlib.contextmanager
-def _joined(processes: ProcessOptions, topology: str | None) -> Iterator[None]:
+def _join_processes(processes: ProcessOptions, topology: str | None) -> Iterator[None]:
     """A context in which JAX's devices are those to compile for, or do not matter.
 
     Raises:

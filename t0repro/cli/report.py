@@ -32,7 +32,7 @@ from t0repro.reports.provenance import default_label
 from t0repro.reports.report import Report, load_report
 from t0repro.reports.report_files import write_report
 from t0repro.reports.report_page import brief_page
-from t0repro.reports.run import Run, find_evaluation, labeled
+from t0repro.reports.run import Run, find_evaluation, split_labeled_path
 from t0repro.reports.sharing import share_report
 from t0repro.runs.verify import detection_probability, not_verified
 from t0repro.runs.verify import verify as verify_report
@@ -286,10 +286,10 @@ def history(
 
 def _extra_content(label: str, shown: ContentOptions) -> ExtraContent:
     """What the report shows besides its run's scores; unlabeled losses get the runs' labels."""
-    other_label, other_path = labeled(shown.other) if shown.other else (None, None)
+    other_label, other_path = split_labeled_path(shown.other) if shown.other else (None, None)
     compared = None
     if shown.losses:
-        (label_a, path_a), (label_b, path_b) = map(labeled, shown.losses)
+        (label_a, path_a), (label_b, path_b) = map(split_labeled_path, shown.losses)
         # Losses without labels are assumed to belong to the compared runs.
         compared = ((label_a or label, path_a), (label_b or other_label or "other", path_b))
     return ExtraContent(

@@ -24,7 +24,7 @@ from absl import app, flags, logging
 from t0repro.cli.commands import help_page
 from t0repro.cli.gate import USER_ERROR, gate, use_huge_pages_where_faster
 from t0repro.cli.gin_options import allowlist_of
-from t0repro.cli.options import TRACKER_HELP, ProcessOptions, tracked_training
+from t0repro.cli.options import TRACKER_HELP, ProcessOptions, track_training
 from t0repro.cli.results import echo
 from t0repro.cli.spelling import canonical, canonical_arguments
 from t0repro.cloud.auxiliary_options import AuxiliaryOptions
@@ -35,7 +35,7 @@ from t0repro.config.mtf.stand_ins import read_signatures
 from t0repro.errors import UserError, needs_reference_tier
 from t0repro.progress import SeqioOnce
 from t0repro.storage import check_readable, input_path
-from t0repro.tasks.modules import check_modules, resolved_modules
+from t0repro.tasks.modules import check_modules, resolve_modules
 from t0repro.tasks.vocabulary import named_vocabulary
 from t0repro.training.preemption import resumable
 from t0repro.words import printable
@@ -153,7 +153,7 @@ def _run_jax(options: Any) -> None:
             check_mesh_transformer(configuration, jax=True, skip_missing=options.skip_missing)
             print_flag_notes(options, configuration, on_jax=True)
         if is_first():
-            tracked = tracked_training(options.tracker, Path(options.model_dir), configuration.run)
+            tracked = track_training(options.tracker, Path(options.model_dir), configuration.run)
             beside.enter_context(tracked)
             beside.enter_context(jobs_during_training(options))
         run(dataclasses.replace(configuration, allow_changed=options.allow_changed))
@@ -172,7 +172,7 @@ def _import_seqio(options: Any, why: str) -> None:
     if not compat.is_installed():
         raise needs_reference_tier(why)
     inputs = gin_inputs(options)
-    with _importing_packages():
+    with _announce_import():
         compat.install()
         import seqio
 
@@ -191,7 +191,7 @@ def _run_mesh_tensorflow(options: Any) -> None:
         )
     from t0repro import compat
 
-    with _importing_packages():
+    with _announce_import():
         compat.install()
         from mesh_tensorflow.transformer import utils as utils
         from t5.models import mesh_transformer_main as mesh_transformer_main
@@ -229,7 +229,7 @@ def _run_mesh_tensorflow(options: Any) -> None:
     # Its settings as the JAX stack has them, unless only this one can do what they say.
     config = None if isinstance(asked, NotOnJax) else asked
     with (
-        tracked_training(options.tracker, Path(options.model_dir), config),
+        track_training(options.tracker, Path(options.model_dir), config),
         jobs_during_training(options),
     ):
         run(options, configuration)
@@ -258,7 +258,7 @@ def gin_inputs(options: Any) -> MeshInputs:
         gin_files=options.gin_file or (),
         gin_params=options.gin_param or (),
         location_prefixes=options.gin_location_prefix,
-        module_imports=resolved_modules(options.module_import or ()),
+        module_imports=resolve_modules(options.module_import or ()),
         cache_dirs=options.additional_task_cache_dirs,
         skip_unknown=options.skip_all_gin_unknowns or options.additional_deprecated_gin_references,
         tfds_data_dir=options.t5_tfds_data_dir,
@@ -401,13 +401,13 @@ def _import_others_flags(arguments: Sequence[str]) -> None:
     if not names <= known and package_folder("t5"):
         from t0repro import compat
 
-        with _importing_packages():
+        with _announce_import():
             compat.install()
             from t5.models import mesh_transformer_main as mesh_transformer_main
 
 
 @contextlib.contextmanager
-def _importing_packages() -> Iterator[None]:
+def _announce_import() -> Iterator[None]:
     """Says that the block imports t5; keeps the values of flags that it defines anew."""
     echo("importing TensorFlow, t5 and Mesh TensorFlow ...", err=True)
     before = {flag["name"]: flags.FLAGS[flag["name"]] for flag in read_signatures()["flags"]}

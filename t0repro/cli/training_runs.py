@@ -12,7 +12,7 @@ from t0repro.cli.paths import output
 from t0repro.cli.results import echo, print_json, show_page
 from t0repro.reports.curves import curves_in_words, curves_page, read_curves
 from t0repro.reports.losses import LOSS
-from t0repro.reports.training_runs import HEADER, find_runs, left_out_in_words, run_rows, to_json
+from t0repro.reports.training_runs import HEADER, describe_left_out, find_runs, run_rows, to_json
 from t0repro.terminal import print_table, terminal
 
 
@@ -37,7 +37,7 @@ def runs(
     else:
         numbers = (LOSS, "tokens", "tokens/s")
         print_table(terminal(), "", HEADER, run_rows(found), numbers=numbers)
-    if left_out := left_out_in_words(folder):
+    if left_out := describe_left_out(folder):
         echo(left_out, err=True)
 
 

@@ -25,8 +25,8 @@ def check_combinations(config: TrainRun) -> None:
             " into its base, name the adapter's checkpoint as the one to restore.",
         )
     for cause, shown, refused in (
-        ("model.adapter", "An adapter", _refused_with_adapter),
-        ("model.choice_loss", "ChoiceLoss", _refused_with_choice_loss),
+        ("model.adapter", "An adapter", _list_refused_with_adapter),
+        ("model.choice_loss", "ChoiceLoss", _list_refused_with_choice_loss),
     ):
         for field, why in refused(config):
             raise UserError(
@@ -50,7 +50,7 @@ def check_has_base(config: TrainRun) -> None:
         )
 
 
-def _refused_with_adapter(config: TrainRun) -> Iterator[tuple[str, str]]:
+def _list_refused_with_adapter(config: TrainRun) -> Iterator[tuple[str, str]]:
     """Yields each field whose value an adapter refuses: why, and what to do."""
     optimizer, restore = config.optimizer, config.plan.restore
     if config.model.adapter is None:
@@ -81,7 +81,7 @@ def _refused_with_adapter(config: TrainRun) -> Iterator[tuple[str, str]]:
         yield "plan.restore.dtype", why
 
 
-def _refused_with_choice_loss(config: TrainRun) -> Iterator[tuple[str, str]]:
+def _list_refused_with_choice_loss(config: TrainRun) -> Iterator[tuple[str, str]]:
     """Yields each field whose value a loss over answer choices refuses: why, and what to do."""
     data = config.plan.train_data
     if config.model.choice_loss is None:

@@ -110,7 +110,7 @@ def collect_modules(modules: Iterable[str], read: ReadSource) -> dict[str, str]:
 
 def _imports(source: str) -> Iterator[str]:
     """Yields names that a source imports from t0repro: modules, and names defined in modules."""
-    for node in _executed_nodes(ast.parse(source)):
+    for node in _walk_executed_nodes(ast.parse(source)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -121,12 +121,12 @@ def _imports(source: str) -> Iterator[str]:
         yield from (name for name in names if name.split(".")[0] == _ROOT)
 
 
-def _executed_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+def _walk_executed_nodes(tree: ast.AST) -> Iterator[ast.AST]:
     """All nodes except those under `if TYPE_CHECKING`."""
     for node in ast.iter_child_nodes(tree):
         if not (isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")):
             yield node
-            yield from _executed_nodes(node)
+            yield from _walk_executed_nodes(node)
 
 
 @functools.cache

@@ -93,7 +93,7 @@ def generate_tokens(
             if searches:
                 batches = _consecutive_batches(rows, batch_size)
             else:
-                batches = _fixed_batches(rows, list(left), model, length, parts, split)
+                batches = _make_fixed_batches(rows, list(left), model, length, parts, split)
             try:
                 for members, tokens in _fetch_in_order(start(batches)):
                     # Copies and padding come after the real rows, and are dropped.
@@ -182,7 +182,7 @@ def _consecutive_batches(rows: Sequence[np.ndarray], batch_size: int) -> list[Ba
     return batches
 
 
-def _fixed_batches(
+def _make_fixed_batches(
     rows: Sequence[np.ndarray],
     numbers: Sequence[int],
     model: T5,

@@ -28,7 +28,7 @@ def result_lines(metrics: Mapping[str, Mapping[str, float]], step: int, folder: 
     width = max(map(len, metrics), default=0)
     lines = [f"step {step}"]
     for task, values in sorted(metrics.items()):
-        words = "  ".join(f"{name} {_shown(value)}" for name, value in values.items())
+        words = "  ".join(f"{name} {_format_value(value)}" for name, value in values.items())
         lines.append(f"  {task:{width}}  {words}")
     written = [
         path
@@ -52,6 +52,6 @@ def result_lines(metrics: Mapping[str, Mapping[str, float]], step: int, folder: 
     return lines
 
 
-def _shown(value: float) -> str:
+def _format_value(value: float) -> str:
     # Percentages to two places; losses, and fractions of tokens, to four digits.
     return f"{value:.4g}" if 0 < abs(value) < 10 else f"{value:.2f}"

@@ -110,7 +110,7 @@ class JobSettings:
                 # The jobs of all checkpoints share a folder, whose steps make a history.
                 *("--out", str(values[OUTPUT]), "--add_step", *options),
             )
-        return tuple(_filled(self._words, values))
+        return tuple(_fill(self._words, values))
 
 
 def add_skip_missing(build_target: str) -> str:
@@ -132,7 +132,7 @@ def _is_command(build_target: str) -> bool:
     return target not in (*_RUN_MODES, _RANKING)
 
 
-def _filled(words: list[str], values: Mapping[str, str | int]) -> list[str]:
+def _fill(words: list[str], values: Mapping[str, str | int]) -> list[str]:
     """A command with the values in place of their names, or appended if it has no names."""
     filled = []
     for word in words:

@@ -132,7 +132,7 @@ class Controller:
             waiting = Waiting()
             with contextlib.closing(self._launcher):
                 while self._look(training_continues()):
-                    waiting.report(*self._awaited())
+                    waiting.report(*self._describe_wait())
                     time.sleep(self._policy.poll_seconds)
             if not self._journal.progress:
                 say(f"there is no complete checkpoint in {self._model_dir}: no job to start")
@@ -152,7 +152,7 @@ class Controller:
         self._release_pins()
         return more_to_come or not all(x.is_final for x in self._journal.progress.values())
 
-    def _awaited(self) -> tuple[str, str]:
+    def _describe_wait(self) -> tuple[str, str]:
         """What the next poll may find: a job's end, the end of a pause, or else a checkpoint."""
         if self._running:
             jobs = [
@@ -229,7 +229,7 @@ class Controller:
             say(f"{who}: interrupted by its launcher; it is started again")
             return
         if ending is not None and not ending.reason:
-            with self._finished_results(point) as results:
+            with self._open_results(point) as results:
                 metric = main_metric(results, self._policy.metric)
             self._journal.add("succeeded", point, seconds=ending.seconds, metric=metric)
             shown = f": {metric[0]} {metric[1]:.4g}" if metric else ""
@@ -325,7 +325,7 @@ class Controller:
         """The place of a job's results: an address, if `_results_of` is its working copy."""
         return str(self._model_dir / FOLDER / self._results_of(point).relative_to(self._folder))
 
-    def _finished_results(self, point: Point) -> contextlib.AbstractContextManager[Path]:
+    def _open_results(self, point: Point) -> contextlib.AbstractContextManager[Path]:
         """A context with the files that a job has written."""
         if self._settings.target == "train":  # in a bucket it writes there by itself
             return storage.fetch(self._place_of(point))

@@ -224,8 +224,8 @@ class _Evaluation:
             split=self._split,
             limit=limit,
             lengths=dict(self._lengths or {}),
-            activation=_bound("utils.get_variable_dtype.activation_dtype", "float32"),
-            use_cached=_bound("mesh_eval_dataset_fn.use_cached", False),
+            activation=_query_bound("utils.get_variable_dtype.activation_dtype", "float32"),
+            use_cached=_query_bound("mesh_eval_dataset_fn.use_cached", False),
         )
         folder = EvaluationFolder(
             self._folder, self._checkpoint, settings, command="score_eval on Mesh TensorFlow"
@@ -260,7 +260,7 @@ def _device() -> str:
     return f"{len(devices)} x {name}, {os.cpu_count()} CPU cores"
 
 
-def _bound(parameter: str, default: Any) -> Any:
+def _query_bound(parameter: str, default: Any) -> Any:
     """The value that gin binds to a parameter."""
     try:
         return gin.query_parameter(parameter)
@@ -270,5 +270,5 @@ def _bound(parameter: str, default: Any) -> Any:
 
 def _num_eval_examples() -> int | None:
     """The number of first examples per task that gin binds; None for all."""
-    count = _bound("mesh_eval_dataset_fn.num_eval_examples", None)
+    count = _query_bound("mesh_eval_dataset_fn.num_eval_examples", None)
     return count if isinstance(count, int) and count >= 0 else None

@@ -54,16 +54,16 @@ def record_training(estimator_class: Any, metrics: MetricsFile) -> None:
     def train(self: Any, input_fn: Callable[..., Any], hooks: Any = None, **kwargs: Any) -> Any:
         structure: dict[str, int] = {}
 
-        def noting_structure(params: Any) -> Any:
+        def note_structure(params: Any) -> Any:
             dataset = input_fn(params)
             # tf.data flattens a dictionary in the order of its sorted keys.
             names = sorted(dataset.element_spec)
             structure.update({name: index for index, name in enumerate(names)})
             return dataset
 
-        with noted_losses() as losses:
+        with record_losses() as losses:
             recorder = LossRecorder(metrics, structure, kwargs.get("max_steps"), losses)
-            result = original(self, noting_structure, hooks=[*(hooks or ()), recorder], **kwargs)
+            result = original(self, note_structure, hooks=[*(hooks or ()), recorder], **kwargs)
         # The Estimator treats the end of the data as the end of training, and counts a step for it.
         if recorder.steps == 0:
             raise UserError(
@@ -87,7 +87,7 @@ class _Loss(NamedTuple):
 
 
 @contextlib.contextmanager
-def noted_losses() -> Iterator[list[_Loss]]:
+def record_losses() -> Iterator[list[_Loss]]:
     """Records the summed loss of each graph built within the context."""
     from mesh_tensorflow.transformer.transformer import Unitransformer
 
@@ -95,13 +95,13 @@ def noted_losses() -> Iterator[list[_Loss]]:
     original = Unitransformer.loss_denominator
 
     @functools.wraps(original)
-    def noting(self: Any, targets: Any, num_microbatches: int) -> float:
+    def note(self: Any, targets: Any, num_microbatches: int) -> float:
         denominator = original(self, targets, num_microbatches)
         length = targets.shape.dims[-1].size
         found.append(_Loss(denominator, length, self.loss_on_targets_only))
         return denominator
 
-    Unitransformer.loss_denominator = noting
+    Unitransformer.loss_denominator = note
     try:
         yield found
     finally:

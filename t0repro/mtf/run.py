@@ -17,7 +17,7 @@ import tensorflow as tf
 import gin
 from t0repro.config.configuration import Configuration, RunInputs
 from t0repro.config.mtf.model_api import check_mode, checkpoint_steps
-from t0repro.config.mtf.parser import deprecated_references
+from t0repro.config.mtf.parser import list_deprecated_references
 from t0repro.config.mtf.refusals import refusal_on_mesh_tensorflow
 from t0repro.config.run import TrainRun
 from t0repro.errors import UserError
@@ -121,7 +121,7 @@ def _run_model_api(flags: Any) -> None:
     from t5.models.mtf_model import MtfModel
 
     # MtfModel skips no others where it reads an operative_config.gin.
-    mesh_transformer.DEPRECATED_GIN_REFERENCES = deprecated_references()
+    mesh_transformer.DEPRECATED_GIN_REFERENCES = list_deprecated_references()
     check_mode(flags)
     steps = checkpoint_steps(flags)
     model = MtfModel(

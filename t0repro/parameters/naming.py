@@ -254,7 +254,7 @@ def mtf_to_path(variable: str, bias_per_layer: bool | None = None) -> str | None
     """
     # Only decoder-only models have this tower; no other variable's name starts like this.
     decoder_only = variable.startswith("transformer/")
-    name = _numbered_layers(modern_norm_name(variable))
+    name = _number_layers(modern_norm_name(variable))
     found = find_row(name, "mtf", decoder_only, bias_per_layer)
     return found and name_of(*found, "t5x")
 
@@ -287,10 +287,10 @@ def path_to_mtf(
 
 def names_shared_layer(variable: str) -> bool:
     """Returns whether a Mesh TensorFlow variable belongs to a shared layer (bi_v1_shared)."""
-    return _numbered_layers(variable) != variable
+    return _number_layers(variable) != variable
 
 
-def _numbered_layers(variable: str) -> str:
+def _number_layers(variable: str) -> str:
     """Returns the name of a shared layer's variable in an ordinary decoder."""
     for number, layer in enumerate(SHARED_LAYERS):
         variable = re.sub(rf"^(decoder/block_\d+)/{layer}/", rf"\1/layer_{number:03d}/", variable)

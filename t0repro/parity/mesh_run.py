@@ -87,11 +87,11 @@ def _model_function(model_dir: str) -> Callable[..., Any]:
     original = utils.tpu_estimator_model_fn
     found: dict[str, Any] = {}
 
-    def noting(**arguments: Any) -> Any:
+    def note(**arguments: Any) -> Any:
         found.update(arguments)
         return original(**arguments)
 
-    utils.tpu_estimator_model_fn = noting
+    utils.tpu_estimator_model_fn = note
     with gin.unlock_config():
         gin.bind_parameter("run.train_model_fn", lambda *args, **kwargs: None)
     try:
@@ -121,7 +121,7 @@ class _Captured:
 
 
 @contextlib.contextmanager
-def _capturing() -> Iterator[_Captured]:
+def _capture() -> Iterator[_Captured]:
     """Records lowerings, gradients, activations and logits while a model function runs."""
     import mesh_tensorflow as mtf
     from mesh_tensorflow.transformer import transformer
@@ -155,7 +155,7 @@ def _capturing() -> Iterator[_Captured]:
         return logits, loss
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_replaced(mtf, "Lowering", Lowering))
+        stack.enter_context(_replace(mtf, "Lowering", Lowering))
         for owner, name, wrapper in (
             (mtf.optimize.Optimizer, "apply_grads", apply_grads),
             (transformer.LayerStack, "_layer_fn", layer_fn),
@@ -163,7 +163,7 @@ def _capturing() -> Iterator[_Captured]:
             (transformer.Bitransformer, "call_simple", call_simple),
             (transformer.Unitransformer, "call_simple", call_simple),
         ):
-            stack.enter_context(_replaced(owner, name, _around(getattr(owner, name), wrapper)))
+            stack.enter_context(_replace(owner, name, _around(getattr(owner, name), wrapper)))
         yield captured
 
 
@@ -172,7 +172,7 @@ def _around(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callab
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def _replace(owner: Any, name: str, value: Any) -> Iterator[None]:
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -199,7 +199,7 @@ def _train(
     """Trains on the batches; returns the initial global step and checkpoint."""
     step = tf.train.get_or_create_global_step()
     placeholders = _placeholders(batches[0])
-    with _capturing() as captured, _noting_learning_rate() as rates:
+    with _capture() as captured, _record_learning_rate() as rates:
         spec = model_fn()(dict(placeholders), None, tf.estimator.ModeKeys.TRAIN, params={})
     lowering = captured.lowerings[-1]
     # The model function's own, so that the comparison reads what t5 would save.
@@ -240,7 +240,7 @@ def _train(
 
 
 @contextlib.contextmanager
-def _noting_learning_rate() -> Iterator[list[Any]]:
+def _record_learning_rate() -> Iterator[list[Any]]:
     """Records the tensor that the model function writes as the summary `learning_rate`."""
     rates: list[Any] = []
 
@@ -249,7 +249,7 @@ def _noting_learning_rate() -> Iterator[list[Any]]:
             rates.append(tensor)
         return original(name, tensor, *args, **kwargs)
 
-    with _replaced(tf.summary, "scalar", _around(tf.summary.scalar, scalar)):
+    with _replace(tf.summary, "scalar", _around(tf.summary.scalar, scalar)):
         yield rates
 
 
@@ -257,7 +257,7 @@ def _forward(model_fn: Callable[..., Any], batch: Mapping[str, np.ndarray], star
     """Activations, logits and token losses of a batch with a checkpoint's parameters."""
     tf.train.get_or_create_global_step()
     placeholders = _placeholders(batch)
-    with _capturing() as captured:
+    with _capture() as captured:
         spec = model_fn()(dict(placeholders), None, tf.estimator.ModeKeys.EVAL, params={})
     lowering = captured.lowerings[-1]
     wanted = {
@@ -269,7 +269,7 @@ def _forward(model_fn: Callable[..., Any], batch: Mapping[str, np.ndarray], star
     )
     # The first argument of its metric function is the cross entropy of each token.
     wanted["token_losses"] = spec.eval_metrics[1][0]
-    (found,) = _restored(lowering, start, wanted, [_feed(placeholders, batch)])
+    (found,) = _evaluate_restored(lowering, start, wanted, [_feed(placeholders, batch)])
     rows = batch["targets"].shape[0]
     # [outer_batch, batch, ...] -> [batch, ...]
     return {name: x.reshape(rows, -1, *x.shape[3:]) for name, x in found.items()}
@@ -282,17 +282,17 @@ def _score(model_fn: Callable[..., Any], batches: list, start: str) -> np.ndarra
     rows = batches[0]["targets"].shape[0]
     lengths = {name.split("_")[0]: x.shape[1] for name, x in batches[0].items()}
     changes = {"score_in_predict_mode": True, "batch_size": rows, "sequence_length": lengths}
-    with _capturing() as captured:
+    with _capture() as captured:
         spec = model_fn(**changes)(
             dict(placeholders), None, tf.estimator.ModeKeys.PREDICT, params={}
         )
     feeds = [_feed(placeholders, batch) for batch in batches]
     wanted = [spec.predictions["scores"]]
-    found = _restored(captured.lowerings[-1], start, wanted, feeds)
+    found = _evaluate_restored(captured.lowerings[-1], start, wanted, feeds)
     return np.concatenate([values[0] for values in found])
 
 
-def _restored(lowering: Any, start: str, wanted: Any, feeds: list[dict]) -> list[Any]:
+def _evaluate_restored(lowering: Any, start: str, wanted: Any, feeds: list[dict]) -> list[Any]:
     """Evaluates the wanted tensors for each feed, with a checkpoint's variables."""
     results = []
     with tf.Session() as session:

@@ -436,14 +436,14 @@ def _tensors(
         # Show entries relative to the RMS; judge the tensor by its own.
         errors, error = np.abs(difference) / max(scale, _TINY), _ratio(_rms(difference), scale)
         measure = "the tensor's RMS"
-        yield _finding(kind, name, expected, difference, errors, measure, error, _TENSOR)
+        yield _make_finding(kind, name, expected, difference, errors, measure, error, _TENSOR)
 
 
 def _trees(
     kind: str, reference: FlatTree, ours: FlatTree, tolerance: float | None
 ) -> Iterator[Finding]:
     """Findings judged by their worst entry, relative to the tensor's RMS or the entry if larger."""
-    for name, expected, value in _pairs(kind, _used(reference), _used(ours)):
+    for name, expected, value in _pairs(kind, _drop_unused(reference), _drop_unused(ours)):
         difference = _difference(expected, value)
         # The scale is zero only if the whole tensor is; any difference is then infinite.
         scale = np.maximum(_rms(expected), np.abs(expected.astype(np.float64)))
@@ -452,10 +452,10 @@ def _trees(
         )
         measure = "the tensor's RMS or the entry"
         error = float(np.max(errors)) if errors.size else 0.0
-        yield _finding(kind, name, expected, difference, errors, measure, error, tolerance)
+        yield _make_finding(kind, name, expected, difference, errors, measure, error, tolerance)
 
 
-def _used(tree: FlatTree) -> dict[str, np.ndarray]:
+def _drop_unused(tree: FlatTree) -> dict[str, np.ndarray]:
     """A tree without the zeros of shape (1,) that represent unused slots."""
     return {name: x for name, x in tree.items() if x.shape != (1,) or x[0] != 0}
 
@@ -467,8 +467,8 @@ def relative(
     expected, value = np.asarray(expected), np.asarray(value)
     difference = _difference(expected, value)
     errors = np.abs(difference) / np.maximum(np.abs(expected.astype(np.float64)), _TINY)
-    return _finding(kind, name, expected, difference, errors, "the value itself",
-                    float(np.max(errors)), tolerance)  # fmt: skip
+    return _make_finding(kind, name, expected, difference, errors, "the value itself",
+                         float(np.max(errors)), tolerance)  # fmt: skip
 
 
 def _absolute(
@@ -477,8 +477,8 @@ def _absolute(
     """A finding judged by the largest absolute difference per target token."""
     difference = _difference(expected, value)
     errors = np.abs(difference) / np.maximum(tokens, 1)
-    return _finding(kind, name, expected, difference, errors, "one target token",
-                    float(np.max(errors)), _PER_TOKEN)  # fmt: skip
+    return _make_finding(kind, name, expected, difference, errors, "one target token",
+                         float(np.max(errors)), _PER_TOKEN)  # fmt: skip
 
 
 def _metrics_finding(
@@ -491,9 +491,10 @@ def _metrics_finding(
     # A metric that is undefined on both stacks counts as equal.
     both_undefined = np.isnan(expected) & np.isnan(value)
     difference = np.where(both_undefined, 0.0, value - expected)
-    return _finding("metric", f"{task}: {', '.join(names)}", np.nan_to_num(expected), difference,
-                    np.abs(difference), "one percentage point", float(np.max(np.abs(difference))),
-                    0.0 if float32 else None)  # fmt: skip
+    error = float(np.max(np.abs(difference)))
+    return _make_finding("metric", f"{task}: {', '.join(names)}", np.nan_to_num(expected),
+                         difference, np.abs(difference), "one percentage point", error,
+                         0.0 if float32 else None)  # fmt: skip
 
 
 # Keeps a division by zero finite, and is smaller than any compared number.
@@ -528,7 +529,7 @@ def _ratio(difference: float, scale: float) -> float:
     return 0.0 if difference == 0 else float("inf")
 
 
-def _finding(
+def _make_finding(
     kind: str,
     name: str,
     expected: np.ndarray,

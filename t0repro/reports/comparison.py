@@ -309,7 +309,9 @@ def compare_runs(
             _check_same_pairs(scores_a[task], scores_b[task])
     # The number of classes decides between t5's two definitions of the metric (see rank.py).
     classes = fixed_classes(prompts)
-    ranked = {task: _ranked(scores_a[task], scores_b[task], classes.get(task)) for task in shared}
+    ranked = {
+        task: _rank_shared(scores_a[task], scores_b[task], classes.get(task)) for task in shared
+    }
     step_a, step_b = scores_a[shared[0]].step, scores_b[shared[0]].step
     records, records_b = read_records(a.eval_dir, step_a), read_records(b.eval_dir, step_b)
     # The same rows in both, as just checked.
@@ -412,7 +414,7 @@ def _check_same_pairs(a: TaskScores, b: TaskScores) -> None:
 def _compare_task(
     a: TaskScores, b: TaskScores, ranked_a: RankResult, ranked_b: RankResult
 ) -> TaskComparison:
-    at_a, at_b = _shared_pairs(a, b)
+    at_a, at_b = _find_shared_pairs(a, b)
     score_a, score_b, length = a.score[at_a], b.score[at_b], a.target_length[at_a]
     # Equal infinities do not differ; subtracting them would give NaN
     same = score_a == score_b
@@ -433,7 +435,7 @@ def _compare_task(
     )
 
 
-def _shared_pairs(a: TaskScores, b: TaskScores) -> tuple[np.ndarray, np.ndarray]:
+def _find_shared_pairs(a: TaskScores, b: TaskScores) -> tuple[np.ndarray, np.ndarray]:
     """Each run's indices of the pairs that both scored with targets of equal length."""
     # One number per pair, with the example's index and the choice's as digits.
     choices = 1 + max(a.choice_index.max(), b.choice_index.max())
@@ -443,7 +445,9 @@ def _shared_pairs(a: TaskScores, b: TaskScores) -> tuple[np.ndarray, np.ndarray]
     return at_a[alike], at_b[alike]
 
 
-def _ranked(a: TaskScores, b: TaskScores, num_classes: int | None) -> tuple[RankResult, RankResult]:
+def _rank_shared(
+    a: TaskScores, b: TaskScores, num_classes: int | None
+) -> tuple[RankResult, RankResult]:
     """Both runs' predictions on their common examples."""
     shared = np.intersect1d(a.input_index, b.input_index)
     kept_a, kept_b = _on_examples(a, shared), _on_examples(b, shared)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from t0repro.reports.comparison import SETTINGS, RunComparison, RunFacts
 from t0repro.reports.history import History
-from t0repro.reports.losses import LossComparison, LossRow, thinned_losses
+from t0repro.reports.losses import LossComparison, LossRow, thin_losses
 from t0repro.reports.models import DatasetModels, Models
 from t0repro.reports.page import Cell, Column, Page, Section
 from t0repro.reports.plots import history_plot
@@ -313,7 +313,7 @@ def _right(right_a: bool, right_b: bool, a: str, b: str) -> str:
 
 def losses_section(compared: LossComparison, level: Literal[2, 3] = 2) -> Section:
     """Two training runs' losses, thinned if there are many; the largest difference is bold."""
-    shown, steps = thinned_losses(compared), counted(len(compared.rows), "step")
+    shown, steps = thin_losses(compared), counted(len(compared.rows), "step")
     of = f"{len(shown)} of {steps}" if len(shown) < len(compared.rows) else steps
     return Section(
         f"{compared.label_a} and {compared.label_b}: {compared.unit}, {of}",

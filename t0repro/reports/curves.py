@@ -11,7 +11,7 @@ from pathlib import Path
 from t0repro.errors import UserError, nearest_names
 from t0repro.event_files import MARK, read_scalars
 from t0repro.progress import say
-from t0repro.reports.losses import LOSS, MAX_CURVE_POINTS, metric_rows, thinned
+from t0repro.reports.losses import LOSS, MAX_CURVE_POINTS, metric_rows, thin
 from t0repro.reports.page import Column, Page, Section
 from t0repro.reports.plots import curves_plot
 from t0repro.reports.training_runs import folders_with
@@ -235,7 +235,7 @@ def curves_page(panels: Panels) -> Page:
 
 
 def _section(title: str, curves: Mapping[str, Points]) -> Section:
-    drawn = {label: thinned(points, MAX_CURVE_POINTS) for label, points in curves.items()}
+    drawn = {label: thin(points, MAX_CURVE_POINTS) for label, points in curves.items()}
     header = (Column("curve"), "points", "first", "lowest", "highest", "last", "last step")
     rows = tuple(
         (
@@ -265,7 +265,7 @@ def _bars(curves: Mapping[str, Points]) -> Iterable[str]:
     low, high = min(values), max(values)
     longest = max(map(len, curves))
     for label, points in curves.items():
-        shown = [value for _, value in thinned(points, _COLUMNS)]
+        shown = [value for _, value in thin(points, _COLUMNS)]
         ends = f"{points[0][1]:.4g} to {points[-1][1]:.4g}"
         steps = f"steps {points[0][0]:,} to {points[-1][0]:,}"
         yield f"  {label:{longest}}  {bars(shown, low, high)}  {ends}, {steps}"

@@ -188,7 +188,7 @@ def loss_curve(metrics: str | os.PathLike[str], label: str) -> LossCurve | None:
     found = [(step, loss) for step, loss in by_step.items() if math.isfinite(loss)]
     if not found:
         return None
-    steps, losses = zip(*thinned(found, MAX_CURVE_POINTS), strict=True)
+    steps, losses = zip(*thin(found, MAX_CURVE_POINTS), strict=True)
     return LossCurve(label, steps, losses, len(found), unit)
 
 
@@ -201,16 +201,16 @@ def _read_in_one_unit(*metrics: str | os.PathLike[str]) -> tuple[str, list[dict[
     return f"loss{OWN_UNIT}", losses
 
 
-def thinned_losses(compared: LossComparison) -> list[LossRow]:
+def thin_losses(compared: LossComparison) -> list[LossRow]:
     """The rows to show: evenly spaced if there are many, and always including the worst."""
-    rows = thinned(compared.rows, MAX_ROWS)
+    rows = thin(compared.rows, MAX_ROWS)
     # Compare by identity: an equal row at another step is not the worst.
     if not any(row is compared.worst for row in rows):
         rows = sorted([*rows, compared.worst], key=lambda row: row.step)
     return rows
 
 
-def thinned(items: Sequence[Item], count: int) -> list[Item]:
+def thin(items: Sequence[Item], count: int) -> list[Item]:
     """At most `count` of the items, evenly spaced, including the first and the last."""
     if len(items) <= count:
         return list(items)

@@ -16,7 +16,7 @@ from t0repro.reports.comparison import RunComparison, compare_runs
 from t0repro.reports.decoded_tasks import generation_results
 from t0repro.reports.history import History
 from t0repro.reports.losses import LossComparison, compare_losses, loss_curve
-from t0repro.reports.models import corrected as corrected_comparisons
+from t0repro.reports.models import correct_p_values as corrected_comparisons
 from t0repro.reports.prompts import PromptInfo, dataset_label, synthetic_datasets, tasks_by_dataset
 from t0repro.reports.provenance import Provenance, collect_provenance
 from t0repro.reports.published import published_figures

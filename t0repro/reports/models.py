@@ -143,7 +143,7 @@ def compare_models(
         above = {run.label for run in runs if not next(below) <= CLEAR}
         below_chance = tuple(label for label in labels if label not in above)
         datasets[at] = dataclasses.replace(entry, below_chance=below_chance)
-    return _separated(datasets, {label: len(of_label[label]) for label in labels}, bootstrap)
+    return _separate(datasets, {label: len(of_label[label]) for label in labels}, bootstrap)
 
 
 def common_outcomes(runs: Sequence[Sequence[RankResult]]) -> list[Outcomes]:
@@ -188,7 +188,7 @@ def _pair(
     return ModelPair(a, b, found.difference, found.p_value, found.interval)
 
 
-def _separated(
+def _separate(
     datasets: Sequence[DatasetModels], seeds: Mapping[str, int], bootstrap: Bootstrap
 ) -> Models:
     # In the order in which the loop below takes them back.
@@ -224,7 +224,7 @@ def sets_alike(labels: Sequence[str], apart: set[frozenset[str]]) -> tuple[tuple
     return tuple(sorted(ordered, key=lambda each: [labels.index(label) for label in each]))
 
 
-def corrected_by(models: Models, comparisons: Sequence[RunComparison]) -> list[RunComparison]:
+def correct_by_models(models: Models, comparisons: Sequence[RunComparison]) -> list[RunComparison]:
     """The comparisons with the first run, with p-values corrected over all pairs of the models."""
     values = {
         (pair.a, pair.b, dataset.dataset): pair.p_adjusted
@@ -242,7 +242,7 @@ def corrected_by(models: Models, comparisons: Sequence[RunComparison]) -> list[R
     )
 
 
-def corrected(comparisons: Sequence[RunComparison]) -> list[RunComparison]:
+def correct_p_values(comparisons: Sequence[RunComparison]) -> list[RunComparison]:
     """The comparisons with p-values after Holm's correction over all of their datasets."""
     values = holm([d.p_value for compared in comparisons for d in compared.datasets])
     return _with_p_values(comparisons, values)

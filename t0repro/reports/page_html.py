@@ -36,13 +36,13 @@ def make_environment(folder: Path) -> jinja2.Environment:
         # By default Jinja renders a name that it does not know as nothing.
         undefined=jinja2.StrictUndefined,
         keep_trailing_newline=True,
-        finalize=_shown,
+        finalize=_show_controls,
         trim_blocks=True,
         lstrip_blocks=True,
     )
 
 
-def _shown(value: Any) -> Any:
+def _show_controls(value: Any) -> Any:
     """Text with control characters made visible; HTML is returned unchanged."""
     import markupsafe
 

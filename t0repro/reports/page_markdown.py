@@ -87,11 +87,11 @@ def _section(section: Section) -> list[str]:
             "\n".join(f"- {escape(name)}: {escape(value)}" for name, value in section.facts)
         )
     if section.text:
-        parts.append(_fenced(section.text))
+        parts.append(_fence(section.text))
     return parts
 
 
-def _fenced(text: str) -> str:
+def _fence(text: str) -> str:
     """A code block whose fence is longer than any run of backticks inside it."""
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)

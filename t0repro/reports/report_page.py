@@ -55,7 +55,7 @@ def report_page(report: Report) -> Page:
             *published_sections(report),
             *_cost_sections(report),
             *_training_sections(report),
-            *_provenance_sections(report.provenance, _written(report)),
+            *_provenance_sections(report.provenance, _format_time(report)),
             Section("How to read it", note="\n".join(_method(report))),
         ),
     )
@@ -115,7 +115,7 @@ def _brief_row(result: DatasetResult | GroupResult) -> tuple[str | Cell, ...]:
     )
 
 
-def _written(report: Report) -> str:
+def _format_time(report: Report) -> str:
     """When the report was made, in UTC."""
     when = datetime.datetime.fromisoformat(report.provenance.created)
     return when.astimezone(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -159,7 +159,7 @@ def _lead(report: Report) -> str:
     return (
         f"{report.provenance.label}, step {report.provenance.step}: rank classification of"
         f" {counted(datasets, 'dataset')} under {counted(prompts, 'prompt')}{decoded}."
-        f" Written {_written(report)}."
+        f" Written {_format_time(report)}."
     )
 
 
@@ -210,10 +210,10 @@ _TASKS_SHOWN = 10
 
 def _coverage_in_words(report: Report) -> list[str]:
     """Sentences: how many of how many inputs were evaluated, and how many were truncated."""
-    return [*_sampled_in_words(report.tasks), *_truncation_in_words(report.tasks)]
+    return [*_describe_sample(report.tasks), *_truncation_in_words(report.tasks)]
 
 
-def _sampled_in_words(tasks: Sequence[TaskCost]) -> list[str]:
+def _describe_sample(tasks: Sequence[TaskCost]) -> list[str]:
     # Only tasks with both numbers known can be summed.
     known = [
         (cost.inputs, cost.available)

@@ -32,7 +32,7 @@ class Run:
     step: int | None = None
 
 
-def labeled(text: str) -> tuple[str | None, Path]:
+def split_labeled_path(text: str) -> tuple[str | None, Path]:
     """`split_label`, with the path as commands open it."""
     label, path = split_label(text)
     return label, input_path(path)

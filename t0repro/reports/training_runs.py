@@ -36,7 +36,7 @@ def find_runs(folder: str | os.PathLike[str]) -> dict[Path, RunState]:
     found = {path: state for path, state in states.items() if state is not None}
     if not found:
         raise UserError(
-            f"There are no training runs here. {left_out_in_words(folder)}".rstrip()
+            f"There are no training runs here. {describe_left_out(folder)}".rstrip()
             if os.path.isdir(folder)
             else "This is a file, not a folder."
             if os.path.exists(folder)
@@ -47,7 +47,7 @@ def find_runs(folder: str | os.PathLike[str]) -> dict[Path, RunState]:
     return found
 
 
-def left_out_in_words(folder: str | os.PathLike[str]) -> str:
+def describe_left_out(folder: str | os.PathLike[str]) -> str:
     """The Mesh TensorFlow runs that `find_runs` omits, since only runs on JAX record a state."""
     left_out = {
         str(parent): METRICS_FILE in names or any(MARK in name for name in names)
@@ -90,7 +90,7 @@ def run_rows(runs: Mapping[Path, RunState]) -> list[tuple[str, ...]]:
             _loss(run),
             f"{run.target_tokens:,}",
             "" if run.target_tokens_per_second is None else f"{run.target_tokens_per_second:,.0f}",
-            _left(run),
+            _format_time_left(run),
         )
         for path, run in runs.items()
     ]
@@ -115,7 +115,7 @@ def _loss(run: RunState) -> str:
     return "" if run.loss is None else f"{run.loss:.4f}{OWN_UNIT}"
 
 
-def _left(run: RunState) -> str:
+def _format_time_left(run: RunState) -> str:
     """The time left of a run in progress, in hours, minutes and seconds."""
     if run.state != "running" or run.seconds_left is None:
         return ""

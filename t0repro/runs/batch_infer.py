@@ -41,11 +41,11 @@ from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.records import file_digest
 from t0repro.runs.preflight import check_inference
 from t0repro.runs.restored_checkpoints import (
-    chosen,
-    generating_model,
+    choose_checkpoints,
     identity,
     is_there,
-    opened,
+    make_generating_model,
+    open_restored,
     own_path,
 )
 from t0repro.storage import make_folder, write_atomically
@@ -77,7 +77,7 @@ def infer(plan: InferRun, describe: Callable[[], None] = lambda: None) -> list[P
     checkpoint: Checkpoint | None = None
     # A complete output stays complete when its checkpoint is gone, removed by a run's retention
     # say.
-    ref = _chosen(plan) if is_there(plan.restore) else None
+    ref = _choose_checkpoint(plan) if is_there(plan.restore) else None
     tasks = tasks_with_split(name, plan.data.split)
     for task in tasks:
         # Tasks that give the model's features need not have it.
@@ -97,7 +97,7 @@ def infer(plan: InferRun, describe: Callable[[], None] = lambda: None) -> list[P
     # Evaluate this once: it computes the digests of complete files.
     unfinished = [job for job in jobs if not job.is_completed()]
     if unfinished and ref is None:
-        ref = _chosen(plan)  # raises
+        ref = _choose_checkpoint(plan)  # raises
     if plan.shard_id == 0:  # the shards share a folder
         describe()
     for job in jobs:
@@ -107,14 +107,14 @@ def infer(plan: InferRun, describe: Callable[[], None] = lambda: None) -> list[P
         # Load it only now: a run with nothing left to do loads no checkpoint.
         if checkpoint is None:
             assert ref is not None
-            checkpoint = opened(plan, ref)
+            checkpoint = open_restored(plan, ref)
         job.run(checkpoint)
     return [job.output for job in jobs]
 
 
-def _chosen(plan: InferRun) -> CheckpointRef:
+def _choose_checkpoint(plan: InferRun) -> CheckpointRef:
     """The checkpoint: an inference takes exactly one, unlike an evaluation."""
-    (ref,) = chosen(plan.restore)
+    (ref,) = choose_checkpoints(plan.restore)
     # Before the run writes a config.gin, which may replace the checkpoint's own.
     check_configured(ref, plan.model)
     check_own_tokenizer(ref, plan.input_vocabulary, plan.output_vocabulary)
@@ -142,7 +142,7 @@ class _TaskJob:
             complete = _lines_of(self.output)[:1] == [_chunks_in_words(count)]
         if not complete or self._identity is None:
             return complete
-        recorded, now = _lines_of(self.output)[1:], self._made_of()
+        recorded, now = _lines_of(self.output)[1:], self._describe_identity()
         if recorded == now:
             return True
         what = "made from another checkpoint or with other settings"
@@ -151,7 +151,7 @@ class _TaskJob:
         print(f"note: {self.output}: {what}; done again", file=sys.stderr)
         return False
 
-    def _made_of(self) -> list[str]:
+    def _describe_identity(self) -> list[str]:
         """A digest of the checkpoint's path and the settings that matter; its identity."""
         # Not the parameters' digest: a run with nothing left to do should not have to read them.
         settings = {"checkpoint": self._checkpoint, **self._settings()}
@@ -185,7 +185,7 @@ class _TaskJob:
         if self._plan.merge:
             self._merge(number)
         else:
-            _mark(self.output, _chunks_in_words(number), *self._made_of())
+            _mark(self.output, _chunks_in_words(number), *self._describe_identity())
         print(f"wrote {self.output}", file=sys.stderr)
 
     def _prepare(self, checkpoint: Checkpoint) -> int:
@@ -220,7 +220,7 @@ class _TaskJob:
     def _examples(self, skip: int) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
         """Each example as a pair: the task's features, and the model's."""
         if isinstance(self._task, DescribedTask):
-            own = self._described(self._plan.shard_id, self._plan.num_shards)
+            own = self._list_examples(self._plan.shard_id, self._plan.num_shards)
             examples = itertools.islice(own, skip, None)
             lengths, converter = self._lengths(), self._plan.data.converter
             return ((each, model_features(each, lengths, converter)) for each in examples)
@@ -235,7 +235,7 @@ class _TaskJob:
         pairs: Any = tf.data.Dataset.zip((dataset, converted)).skip(skip).as_numpy_iterator()
         return pairs
 
-    def _described(self, shard: int = 0, num_shards: int = 1) -> Iterator[Mapping[str, Any]]:
+    def _list_examples(self, shard: int = 0, num_shards: int = 1) -> Iterator[Mapping[str, Any]]:
         data = self._plan.data
         return eval_examples(
             self._task,
@@ -249,7 +249,7 @@ class _TaskJob:
     def _check_has_examples(self) -> None:
         """Raises UserError if none of the shards has an example."""
         described = isinstance(self._task, DescribedTask)
-        if not any(True for _ in (self._described() if described else self._dataset().take(1))):
+        if not any(True for _ in (self._list_examples() if described else self._dataset().take(1))):
             raise UserError(
                 f"{self._task.name!r} has no example to infer from.",
                 where=f"split {self._plan.data.split!r}",
@@ -276,7 +276,7 @@ class _TaskJob:
     def _write_chunk(self, number: int, chunk: Sequence[Any], checkpoint: Checkpoint) -> None:
         plan = self._plan
         # A seed per chunk: it samples the same whether or not the run was interrupted before.
-        model = generating_model(plan, checkpoint.model)
+        model = make_generating_model(plan, checkpoint.model)
         functions = make_functions(model, checkpoint.params, plan.decoding, plan.data, seed=number)
         converted = list(enumerate(example for _, example in chunk))
         aux: Mapping[str, Sequence[Any]] = {}
@@ -309,7 +309,7 @@ class _TaskJob:
         os.replace(whole, self.output)
         sync(self.output.parent)
         # Mark the output before removing chunks: an interruption leaves at least one of the two.
-        _mark(self.output, file_digest(self.output) or "", *self._made_of())
+        _mark(self.output, file_digest(self.output) or "", *self._describe_identity())
         shutil.rmtree(self._chunks)
 
 
@@ -352,7 +352,7 @@ def _line(
     }
     if plan.mode == "score":
         return line | {"score": output}
-    line["prediction"] = _decoded(output, vocabulary)
+    line["prediction"] = _decode_tokens(output, vocabulary)
     if plan.output_ids:
         line["prediction_tokens"] = _until_padding(output)
     if plan.mode == "predict_with_aux":
@@ -360,7 +360,7 @@ def _line(
     return line
 
 
-def _decoded(output: list[Any], vocabulary: Any) -> Any:
+def _decode_tokens(output: list[Any], vocabulary: Any) -> Any:
     """The text of an output's tokens; with several decodes, those of each."""
     if isinstance(vocabulary, VocabularyFile):
         if output and isinstance(output[0], list):

@@ -25,7 +25,7 @@ def check_restored(
 ) -> Iterator[str]:
     """The checkpoint that a training run starts from unless it resumes from one of its own."""
     from t0repro.converters import sources
-    from t0repro.runs.restored_checkpoints import chosen
+    from t0repro.runs.restored_checkpoints import choose_checkpoints
     from t0repro.training.model_dir import check_steps_left
 
     if storage.is_directory(config.model_dir) and sources.list_checkpoints(config.model_dir):
@@ -36,7 +36,7 @@ def check_restored(
     # An adapter's steps count from 0, and a map may leave the step out.
     has_own_steps = config.model.adapter is not None or restore.assignment_map
     if not has_own_steps and NO_CHECKPOINT_YET not in os.environ:
-        for ref in chosen(restore):
+        for ref in choose_checkpoints(restore):
             check_steps_left(config, ref.step or 0)
 
 
@@ -75,9 +75,9 @@ def check_checkpoints(
         return
     from t0repro.converters.model_files import check_configured
     from t0repro.data.vocabulary_checks import check_own_tokenizer
-    from t0repro.runs.restored_checkpoints import chosen
+    from t0repro.runs.restored_checkpoints import choose_checkpoints
 
-    for ref in chosen(restore):
+    for ref in choose_checkpoints(restore):
         check_configured(ref, model)
         check_own_tokenizer(ref, *vocabularies)
         yield f"{ref.path} ({ref.format}): {_fit(ref, restore, model, model_from)}"
@@ -115,7 +115,7 @@ def _fit(
         raise UserError(
             "The checkpoint does not fit the model: "
             + "; ".join(
-                _listed(what, each)
+                _list_names(what, each)
                 for what, each in (
                     ("missing", missing), ("not used", unused), ("of another shape", reshaped),
                 )
@@ -129,7 +129,7 @@ def _fit(
     initialized = [name for name in expected if name not in filled]
     return (
         f"{counted(len(filled), 'parameter')} of {len(expected)} match;"
-        f" {_listed('initialized', initialized)}; {_listed('not used', unused)}"
+        f" {_list_names('initialized', initialized)}; {_list_names('not used', unused)}"
     )
 
 
@@ -151,5 +151,5 @@ def _tensors(ref: CheckpointRef, model: ModelConfig) -> Mapping[str, TensorInfo]
     return _tensors(sources.base_of(ref), model)
 
 
-def _listed(what: str, names: Sequence[str]) -> str:
+def _list_names(what: str, names: Sequence[str]) -> str:
     return f"{what}: {some(names) or 'none'}"

@@ -38,7 +38,7 @@ def checkpoints_in(folder: str) -> list[Any]:
     return [ref for ref in sources.list_checkpoints(folder) if str(ref.path) in names]
 
 
-def chosen_checkpoints(config: CheckpointRun) -> Iterator[Any]:
+def choose_checkpoints(config: CheckpointRun) -> Iterator[Any]:
     """Yields the checkpoints that eval_checkpoint_step chooses, by ascending step.
 
     - one step or several: each that exists, or the one nearest to it (find_closest);
@@ -50,7 +50,7 @@ def chosen_checkpoints(config: CheckpointRun) -> Iterator[Any]:
       UserError: if there is no such checkpoint (never for None, which waits).
     """
     if config.eval_checkpoint_step is None:
-        return _coming(config)
+        return _wait_for_checkpoints(config)
     # Not a generator, so that a missing checkpoint is an error before any data is read.
     return iter(_present(config))
 
@@ -98,7 +98,7 @@ def _present(config: CheckpointRun) -> list[Any]:
     return [by_step[step] for step in steps]
 
 
-def _coming(config: CheckpointRun) -> Iterator[Any]:
+def _wait_for_checkpoints(config: CheckpointRun) -> Iterator[Any]:
     """Waits for new checkpoints and yields each, until stop_after."""
     choice = config.checkpoint_choice
     for ref in new_checkpoints(config.model_dir, SECONDS_BETWEEN_POLLS):
@@ -152,7 +152,7 @@ def model_on_devices(run: CheckpointRun | InferenceRun, where: str | None) -> tu
     return model, partitioning.shapes_on_devices(shapes)
 
 
-def loaded(
+def load_checkpoints(
     configuration: Configuration[CheckpointRun], checkpoints: Iterator[Any]
 ) -> Iterator[Checkpoint]:
     """Yields each checkpoint with the configured model, loaded only when its turn comes.
@@ -168,7 +168,7 @@ def loaded(
         yield load_on_devices(tree, shapes, model, str(checkpoint.path))
 
 
-def generated_texts(
+def generate_texts(
     configuration: Configuration[CheckpointRun],
     checkpoint: Checkpoint,
     inputs: Sequence[np.ndarray],

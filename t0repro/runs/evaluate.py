@@ -21,7 +21,7 @@ from t0repro.evaluation.reading import Chunk
 from t0repro.evaluation.result_lines import print_results
 from t0repro.event_files import event_writer
 from t0repro.partitioning.processes import is_first, output_folder
-from t0repro.runs.checkpoint_choice import chosen_checkpoints, generated_texts, loaded
+from t0repro.runs.checkpoint_choice import choose_checkpoints, generate_texts, load_checkpoints
 from t0repro.runs.task_writer import (
     Outputs,
     TaskBuffers,
@@ -41,11 +41,11 @@ def evaluate(configuration: Configuration[MeshEvalRun]) -> None:
     Raises:
       UserError: If no evaluation dataset is bound.
     """
-    checkpoints = chosen_checkpoints(configuration.run)
+    checkpoints = choose_checkpoints(configuration.run)
     configuration = _with_own_output(configuration)
     config = configuration.run
     buffers = _task_buffers(config)
-    for checkpoint in loaded(configuration, checkpoints):
+    for checkpoint in load_checkpoints(configuration, checkpoints):
         rounded_by: dict[str, None] = {}  # a set in order
         evaluated = _evaluate(configuration, checkpoint, buffers, rounded_by.setdefault)
         if config.output_eval_examples:
@@ -124,5 +124,5 @@ def _texts(
 ) -> list[Outputs]:
     inputs = [example["inputs"] for chunk in chunks for example in chunk.examples]
     started = time.monotonic()
-    texts = generated_texts(configuration, checkpoint, inputs, inputs_length)
+    texts = generate_texts(configuration, checkpoint, inputs, inputs_length)
     return generated(chunks, texts, time.monotonic() - started)

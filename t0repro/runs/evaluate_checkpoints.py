@@ -18,12 +18,12 @@ from t0repro.progress import say
 from t0repro.runs.preflight import check_inference
 from t0repro.runs.restored_checkpoints import (
     POLL_SECONDS,
-    chosen,
-    coming,
-    generating_model,
+    choose_checkpoints,
     identity,
-    opened,
+    make_generating_model,
+    open_restored,
     own_path,
+    wait_for_checkpoints,
 )
 
 RECORD = "evaluated.json"
@@ -69,8 +69,8 @@ def evaluate_checkpoints(
             continue
         if evaluator is None:  # reads all examples, which a finished evaluation need not do
             evaluator = open_evaluator(plan.data, plan.evaluator, folder, plan.decoding)
-        checkpoint = opened(plan, ref)
-        model = generating_model(plan, checkpoint.model)
+        checkpoint = open_restored(plan, ref)
+        model = make_generating_model(plan, checkpoint.model)
         metrics = evaluator.evaluate(model, checkpoint.params, checkpoint.step)
         # Recorded last: an evaluation interrupted before its results are written is repeated.
         record.add(ref, its_identity)
@@ -85,12 +85,12 @@ def _checkpoints(
     plan: EvalRun, watch: bool, until: int | None, seconds: float
 ) -> Iterator[CheckpointRef]:
     if not watch:
-        refs = chosen(plan.restore)
+        refs = choose_checkpoints(plan.restore)
         for ref in refs:  # before the run writes a config.gin, which may replace their own
             check_configured(ref, plan.model)
             check_own_tokenizer(ref, plan.input_vocabulary, plan.output_vocabulary)
         return iter(refs)
-    return coming(plan.restore, until, seconds)
+    return wait_for_checkpoints(plan.restore, until, seconds)
 
 
 class EvaluatedCheckpoints:

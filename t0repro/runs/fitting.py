@@ -11,7 +11,7 @@ from t0repro.config.run import Run, TrainRun
 from t0repro.errors import UserError
 from t0repro.partitioning.devices import Partitioning
 from t0repro.partitioning.topologies import GIB, Chip
-from t0repro.runs.programs import Program, arranged, compiled_programs
+from t0repro.runs.programs import Program, arrange_run, compile_programs
 
 _Run = TypeVar("_Run", bound=Run)
 
@@ -56,7 +56,7 @@ def more_recomputation(model: ModelConfig) -> tuple[Recompute, ...]:
     return stronger.get(model.recompute or "none", ())
 
 
-def adjusted(
+def adjust_run(
     config: _Run,
     model_parallelism: int | None = None,
     fully_sharded: bool = False,
@@ -91,20 +91,20 @@ def suggest(config: TrainRun, devices: Sequence[Any], chip: Chip) -> Iterator[st
       devices: to compile for.
       chip: its published figures.
     """
-    run, partitioning, why = arranged(config, devices)
+    run, partitioning, why = arrange_run(config, devices)
     if why:
         yield why
-    if all(program.fits_in(chip) for program in compiled_programs(run, partitioning)):
+    if all(program.fits_in(chip) for program in compile_programs(run, partitioning)):
         yield "as configured: fits"
         return
     for change, variant in variants(run, partitioning):
         # If a layout cannot shard the model, report it and try the next.
         try:
-            _, changed, _ = arranged(variant, devices)
+            _, changed, _ = arrange_run(variant, devices)
         except UserError as error:
             yield f"{change}: {error.what}"
             continue
-        (program,) = compiled_programs(variant, changed)
+        (program,) = compile_programs(variant, changed)
         yield f"{change}: {fits(program, variant, changed, chip).partition(':')[0]}"
         if program.fits_in(chip):
             return
@@ -115,39 +115,39 @@ def variants(config: TrainRun, partitioning: Partitioning) -> Iterator[tuple[str
     """The variants to try, each on top of the one before: what costs least time comes first."""
     changes: dict[str, str] = {}
 
-    def changed(kind: str, text: str, **parts: Any) -> tuple[str, TrainRun]:
+    def change(kind: str, text: str, **parts: Any) -> tuple[str, TrainRun]:
         nonlocal config
         config = dataclasses.replace(config, **parts)
         changes[kind] = text
         return ", ".join(changes.values()), config
 
-    def recomputing(way: Recompute) -> tuple[str, TrainRun]:
+    def recompute(way: Recompute) -> tuple[str, TrainRun]:
         model = dataclasses.replace(config.model, recompute=way)
-        return changed("recompute", f"recompute = {way!r}", model=model)
+        return change("recompute", f"recompute = {way!r}", model=model)
 
     rows, data = config.batch_size // config.num_microbatches, partitioning.data
     # Halve, so that microbatches stay equal.
     while rows % 2 == 0 and rows // 2 >= data:
         rows, count = rows // 2, 2 * config.num_microbatches
         # Costs some utilization: smaller matmuls.
-        yield changed("parts", f"{count} microbatches", num_microbatches=count)
+        yield change("parts", f"{count} microbatches", num_microbatches=count)
     ways = more_recomputation(config.model)
     # Costs about 1% more FLOPs.
     if "minimal" in ways:
-        yield recomputing("minimal")
+        yield recompute("minimal")
     # Costs communication that partly overlaps with computation.
     if not config.layout.fully_sharded and data > 1:
         layout = dataclasses.replace(config.layout, fully_sharded=True)
-        yield changed("sharding", "full sharding", layout=layout)
+        yield change("sharding", "full sharding", layout=layout)
     # Costs up to a third more FLOPs: the forward pass runs twice.
     if "full" in ways:
-        yield recomputing("full")
+        yield recompute("full")
     # Costs communication that does not overlap, since a layer needs its result to go on.
     parts = config.layout.model
     while data % 2 == 0 and config.model.num_heads % (2 * parts) == 0:
         parts, data = 2 * parts, data // 2
         layout = dataclasses.replace(config.layout, data=data, model=parts, topology=None)
-        yield changed("model", f"model parallelism {parts}", layout=layout)
+        yield change("model", f"model parallelism {parts}", layout=layout)
 
 
 def format_gib(size: float) -> str:

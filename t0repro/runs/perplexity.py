@@ -16,7 +16,7 @@ from t0repro.event_files import event_writer
 from t0repro.model.t5 import T5
 from t0repro.partitioning.devices import count_data_shards, pad_rows, use_devices_of
 from t0repro.progress import count_progress
-from t0repro.runs.checkpoint_choice import chosen_checkpoints, loaded
+from t0repro.runs.checkpoint_choice import choose_checkpoints, load_checkpoints
 from t0repro.storage import output_path
 from t0repro.training.metrics import MetricLog
 from t0repro.training.token_losses import evaluation_metrics, evaluation_sums, loss_denominator
@@ -31,7 +31,7 @@ def evaluate_perplexity(configuration: Configuration[MeshEvalRun]) -> None:
     steps = config.perplexity_eval_steps
     split = config.eval_data.split if config.eval_data else "eval"
     datasets = perplexity_batches(config)
-    for checkpoint in loaded(configuration, chosen_checkpoints(config)):
+    for checkpoint in load_checkpoints(configuration, choose_checkpoints(config)):
         params, model, step = checkpoint.params, checkpoint.model, checkpoint.step
         evaluated = {}
         for task, batches in datasets:

@@ -18,7 +18,7 @@ from t0repro.partitioning.devices import Partitioning, describe_devices
 from t0repro.partitioning.memory import ASSUMED_LENGTH
 from t0repro.partitioning.topologies import Chip
 from t0repro.runs.fitting import fits, format_gib
-from t0repro.runs.programs import Program, arranged, compiled_programs
+from t0repro.runs.programs import Program, arrange_run, compile_programs
 from t0repro.storage import write_atomically
 from t0repro.training.rematerialization import passed_through_lengths
 
@@ -44,13 +44,13 @@ def precompile(
     Raises:
       UserError: if the devices cannot be arranged as the layout asks.
     """
-    run, partitioning, why = arranged(config, devices)
+    run, partitioning, why = arrange_run(config, devices)
     yield describe_devices(partitioning, config.layout)
     if why:
         yield why
     yield from length_assumptions(config)
-    for program in compiled_programs(run, partitioning):
-        yield from described(program, run, partitioning, chip)
+    for program in compile_programs(run, partitioning):
+        yield from describe_program(program, run, partitioning, chip)
         found(figures(program, partitioning, chip))
         if hlo is not None and program.hlo:
             write_atomically(hlo / f"{program.name}.hlo.txt", program.hlo)
@@ -91,7 +91,7 @@ def write_t5x_files(folder: Path, program: Program, partitioning: Partitioning) 
     return [folder / name for name in contents]
 
 
-def described(
+def describe_program(
     program: Program, config: Run, partitioning: Partitioning, chip: Chip | None
 ) -> Iterator[str]:
     """Lines about a compiled step: memory and whether it fits, FLOPs, communication, time."""
@@ -112,7 +112,7 @@ def described(
     yield f"  communication: a device sends {sent} ({', '.join(parts) or 'nothing'})"
     if chip is not None:
         yield (
-            f"  predicted step: {predicted_seconds(program, partitioning, chip):.3g} s ="
+            f"  predicted step: {predict_seconds(program, partitioning, chip):.3g} s ="
             f" {each:.4g} operations / {chip.flops:.4g} a second"
             f" + {program.sent:.4g} bytes / {chip.link:.4g} a second (published peaks, no overlap)"
         )
@@ -129,11 +129,11 @@ def figures(program: Program, partitioning: Partitioning, chip: Chip | None) -> 
         "refused": program.refused,
         "flops": program.flops,
         "bytes_sent": None if program.refused else program.sent,
-        "predicted_seconds": known and predicted_seconds(program, partitioning, known),
+        "predicted_seconds": known and predict_seconds(program, partitioning, known),
     }
 
 
-def predicted_seconds(program: Program, partitioning: Partitioning, chip: Chip) -> float:
+def predict_seconds(program: Program, partitioning: Partitioning, chip: Chip) -> float:
     """Seconds per step at published peaks, with computation and communication in sequence."""
     return program.flops / partitioning.mesh.size / chip.flops + program.sent / chip.link
 

@@ -107,7 +107,7 @@ def check_inference(
                 lambda: check_checkpoints(plan.restore, plan.model, vocabularies),
             )
         )
-    run_checks(listed, _named(report))
+    run_checks(listed, _prefix_reports(report))
 
 
 def check_training(
@@ -151,10 +151,10 @@ def check_training(
         listed.append(
             Check("restore", Cost.INDEX, lambda: check_restored(restore, config, vocabularies))
         )
-    run_checks(listed, _named(report))
+    run_checks(listed, _prefix_reports(report))
 
 
-def _named(report: Report | None) -> Callable[[str, str], None]:
+def _prefix_reports(report: Report | None) -> Callable[[str, str], None]:
     return _silent if report is None else lambda name, line: report(f"{name}: {line}")
 
 

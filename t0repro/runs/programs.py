@@ -85,7 +85,7 @@ class Program:
         return not self.refused and self.memory.total <= chip.memory
 
 
-def compiled_programs(config: Run, partitioning: Partitioning) -> Iterator[Program]:
+def compile_programs(config: Run, partitioning: Partitioning) -> Iterator[Program]:
     """The steps of a run's mode, each compiled only when iteration reaches it.
 
     A caller that stops at the first one that does not fit pays for no more.
@@ -129,7 +129,7 @@ def train_programs(config: TrainRun, partitioning: Partitioning) -> Iterator[Pro
     state = partitioning.shapes_with_shardings(stacked_shapes(model, optimizer))
     jitted = jit_train_step(step, state, several or partitioning)
     by_shapes = step_memory(config, state, features, partitioning)
-    yield _compiled("train", jitted, (state, batch), partitioning, by_shapes)
+    yield _compile_step("train", jitted, (state, batch), partitioning, by_shapes)
 
 
 def evaluation_programs(config: CheckpointRun, partitioning: Partitioning) -> Iterator[Program]:
@@ -150,7 +150,7 @@ def evaluation_programs(config: CheckpointRun, partitioning: Partitioning) -> It
     inputs = _tokens(partitioning, rows * partitioning.data, padded)
     decoding = {"config": config.decoding, "length": length}
     texts = jax.jit(functools.partial(generate.__wrapped__, model, **decoding))
-    yield _compiled("generate", texts, (parameters, inputs), partitioning)
+    yield _compile_step("generate", texts, (parameters, inputs), partitioning)
 
 
 def _scoring_programs(
@@ -182,13 +182,13 @@ def _scoring_programs(
         for program in (engine.encode, engine.decode)
     )
     encoded = (integers(parts, inputs, length), integers(parts, inputs), integers())
-    yield _compiled("encode", encode, (parameters, kept, *encoded), partitioning)
+    yield _compile_step("encode", encode, (parameters, kept, *encoded), partitioning)
     rows = [integers(parts, choices)] * 2
     decoded = (room(parts * choices, memory), kept, *rows, integers(parts, choices, choice))
-    yield _compiled("decode", decode, (parameters, *decoded), partitioning)
+    yield _compile_step("decode", decode, (parameters, *decoded), partitioning)
 
 
-def _compiled(
+def _compile_step(
     name: str,
     jitted: Any,
     arguments: tuple[Any, ...],
@@ -266,7 +266,7 @@ def _temporaries(refused: str, held: int) -> int:
     return max(0, int(needed) - held)
 
 
-def arranged(config: _Run, devices: Sequence[Any]) -> tuple[_Run, Partitioning, str]:
+def arrange_run(config: _Run, devices: Sequence[Any]) -> tuple[_Run, Partitioning, str]:
     """The run as devices would execute it, its partitioning, and why it rematerializes.
 
     Raises:

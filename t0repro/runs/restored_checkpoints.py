@@ -27,7 +27,7 @@ from t0repro.words import without_passwords
 POLL_SECONDS = 5.0
 
 
-def chosen(restore: RestoreConfig) -> list[CheckpointRef]:
+def choose_checkpoints(restore: RestoreConfig) -> list[CheckpointRef]:
     """The existing checkpoints, by ascending step within a path; an adapter's with its base.
 
     Raises:
@@ -54,9 +54,9 @@ def chosen(restore: RestoreConfig) -> list[CheckpointRef]:
 
 
 def is_there(restore: RestoreConfig) -> bool:
-    """Whether each path has a checkpoint, and the adapter's too, so that `chosen` finds them."""
+    """Whether each path has a checkpoint that `choose_checkpoints` finds, and the adapter's too."""
 
-    def found() -> bool:
+    def is_found() -> bool:
         try:
             paths = [*restore.paths, *([restore.adapter] if restore.adapter else [])]
             return all(sources.find_checkpoint(path) for path in paths)
@@ -64,10 +64,12 @@ def is_there(restore: RestoreConfig) -> bool:
             return False
 
     # Only the first process checks; the others receive its answer.
-    return broadcast_from_first(found)
+    return broadcast_from_first(is_found)
 
 
-def coming(restore: RestoreConfig, until: int | None, seconds: float) -> Iterator[CheckpointRef]:
+def wait_for_checkpoints(
+    restore: RestoreConfig, until: int | None, seconds: float
+) -> Iterator[CheckpointRef]:
     """Yields checkpoints as they appear in a folder, each once, starting with the existing ones.
 
     Mode "latest" skips a checkpoint that has a successor by the time it would be evaluated.
@@ -136,7 +138,7 @@ def _account(ref: CheckpointRef) -> bytes:
     return json.dumps(sorted(files.items())).encode() if files else b""
 
 
-def opened(plan: InferenceRun, ref: CheckpointRef) -> Checkpoint:
+def open_restored(plan: InferenceRun, ref: CheckpointRef) -> Checkpoint:
     """A checkpoint of any format with the plan's model; slots are not read.
 
     Raises:
@@ -151,7 +153,7 @@ def opened(plan: InferenceRun, ref: CheckpointRef) -> Checkpoint:
     return load_on_devices(tree, shapes, model, str(ref.path))
 
 
-def generating_model(plan: InferenceRun, network: Any) -> Any:
+def make_generating_model(plan: InferenceRun, network: Any) -> Any:
     """The model that generates and scores: the network itself, or the user's model around it."""
     if plan.user_model is None:
         return network

@@ -15,9 +15,9 @@ from t0repro.errors import UserError
 from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.task_output import LineFile, check_finite
 from t0repro.runs.checkpoint_choice import (
-    chosen_checkpoints,
-    generated_texts,
-    loaded,
+    choose_checkpoints,
+    generate_texts,
+    load_checkpoints,
     one_checkpoint,
 )
 from t0repro.runs.text_files import encode_lines, infer_inputs, strings_to_score, write_lines
@@ -33,8 +33,8 @@ def infer(configuration: Configuration[TextRun]) -> None:
     inputs = encode_lines(lines, vocabulary, text.eos_id, length)
     # As in Mesh TensorFlow, which pads the last batch with the first input, once per repeat.
     fill = repeats * (-(len(lines) // repeats) % config.batch_size)
-    for model in loaded(configuration, chosen_checkpoints(config)):
-        texts = generated_texts(configuration, model, inputs, length, fill)
+    for model in load_checkpoints(configuration, choose_checkpoints(config)):
+        texts = generate_texts(configuration, model, inputs, length, fill)
         write_lines(f"{text.output_filename}-{model.step}", texts)
 
 
@@ -77,7 +77,7 @@ def _score(configuration: Configuration[CheckpointRun], examples: Sequence[Any])
         )
     lengths = config.sequence_length
     assert lengths is not None
-    (checkpoint,) = loaded(configuration, iter([one_checkpoint(config)]))
+    (checkpoint,) = load_checkpoints(configuration, iter([one_checkpoint(config)]))
     scores = score_examples(checkpoint.params, checkpoint.model, examples, lengths)
     # Check before writing: a score that is NaN or Inf is not a result.
     check_finite(scores, config.mode, checkpoint.step)

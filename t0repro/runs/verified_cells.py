@@ -37,7 +37,7 @@ class Finding:
     is_cell: bool = False
 
 
-def chosen_cells(
+def choose_cells(
     records: Mapping[str, Mapping[str, Any]], sample: int, seed: int | None
 ) -> dict[str, list[int]]:
     """A random sample without repetition of all tasks' inputs: task -> numbers of its inputs."""
@@ -80,12 +80,12 @@ def recompute_cells(
     scores = iter(score_examples(checkpoint.params, checkpoint.model, examples, lengths))
     for line, choices in found:
         own = list(itertools.islice(scores, len(choices)))
-        yield _compared(reader, name, choices, line, own, eval_dir, step, exact)
+        yield _compare_cell(reader, name, choices, line, own, eval_dir, step, exact)
     for at in sorted(wanted):
         yield Finding(f"{name}, input {at}", False, "the rows no longer have it", True)
 
 
-def _compared(
+def _compare_cell(
     reader: Any,
     task: str,
     choices: Sequence[Mapping[str, Any]],

@@ -31,7 +31,7 @@ from t0repro.reports.prompts import PromptInfo
 from t0repro.reports.report import Report, load_report
 from t0repro.reports.run import find_evaluation
 from t0repro.reports.score_tables import writable_tables
-from t0repro.runs.verified_cells import Finding, chosen_cells, recompute_cells
+from t0repro.runs.verified_cells import Finding, choose_cells, recompute_cells
 from t0repro.runs.verified_figures import (
     PAGES,
     TAKEN_AS_THEY_ARE,
@@ -94,7 +94,7 @@ def verify(
     yield from compare_pages(report, folder)
     yield from compare_tables(report, folder, eval_dir, step, prompts)
     yield from _hashes(report, eval_dir, records, prompts)
-    opened = _opened(report, checkpoint, records)
+    opened = _open_checkpoint(report, checkpoint, records)
     if opened.digest != report.provenance.checkpoint_hash:
         yield Finding("checkpoint", False, f"its hash is {opened.digest}")
         return
@@ -102,7 +102,7 @@ def verify(
     exact = (
         rounds_alike(report.provenance.device) and report.provenance.versions == package_versions()
     )
-    for task, cells in chosen_cells(records, sample, seed).items():
+    for task, cells in choose_cells(records, sample, seed).items():
         yield from recompute_cells(opened, eval_dir, records[task], cells, exact)
 
 
@@ -190,7 +190,7 @@ def _hashes(
     yield Finding(f"rows of {counted(len(records), 'task')}", not changed, ", ".join(changed[:5]))
 
 
-def _opened(
+def _open_checkpoint(
     report: Report, checkpoint: str | None, records: Mapping[str, Mapping[str, Any]]
 ) -> Checkpoint:
     path = checkpoint or report.provenance.checkpoint

@@ -151,7 +151,7 @@ def pin(checkpoint: str) -> Lease | None:
 
 
 @contextlib.contextmanager
-def removing(checkpoint: str) -> Iterator[bool]:
+def hold_for_removal(checkpoint: str) -> Iterator[bool]:
     """Within the block, nobody pins a checkpoint of a bucket; False if it is pinned already.
 
     The process that releases that pin then finds it `is_unwanted`.

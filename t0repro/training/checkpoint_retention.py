@@ -105,7 +105,7 @@ def remove_checkpoint(path: Path) -> None:
     if not is_first():
         return
     if is_address(path):
-        with leases.removing(str(path)) as is_free:
+        with leases.hold_for_removal(str(path)) as is_free:
             if is_free:
                 # These mark a checkpoint as complete; either of the last two does so alone.
                 remove_all(str(path), (INTEGRITY, COMMITTED, "_CHECKPOINT_METADATA", "_METADATA"))

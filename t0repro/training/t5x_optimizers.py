@@ -260,12 +260,12 @@ class MultiOptimizer(Optimizer):
         """Takes T5X's argument."""
 
         def choice(traversal: Traversal) -> Any:
-            def chosen(paths: Sequence[str]) -> set[str]:
+            def choose(paths: Sequence[str]) -> set[str]:
                 # Each leaf is its own path, so what the traversal yields are the paths chosen.
                 tree = flax.traverse_util.unflatten_dict({path: path for path in paths}, sep="/")
                 return set(traversal.iterate(tree))
 
-            return chosen
+            return choose
 
         parts = [(choice(traversal), part) for traversal, part in traversals_and_optimizers]
         self = super().__new__(cls, *combine_optimizers(parts))

@@ -92,14 +92,14 @@ def cache_tasks(
     check_is_no_pattern(folder, "Caches")
     try:
         with contextlib.ExitStack() as stack:
-            staging = stack.enter_context(folders.locked(folder))
+            staging = stack.enter_context(folders.lock_cache(folder))
             if beam_options is None:
                 pool = stack.enter_context(_workers(workers))
-                plan = plan_for(request) if plan_for else _planned(request, pool, workers)
+                plan = plan_for(request) if plan_for else _make_plan(request, pool, workers)
                 # Two pieces per worker, so that no worker waits for its next one.
-                wait, ahead = _finished, 2 * workers
+                wait, ahead = _wait_for_first, 2 * workers
             else:
-                plan = plan_for(request) if plan_for else _planned_elsewhere(request)
+                plan = plan_for(request) if plan_for else _make_plan_elsewhere(request)
                 pool = BeamWorkers(beam_options, staging)
                 wait, ahead = pool.finished, None  # a pipeline takes all available work
             run = _Run(plan, request, folder, staging)
@@ -168,13 +168,13 @@ def _start_without_interrupts(pool: ProcessPoolExecutor, count: int) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _planned(request: Request, pool: ProcessPoolExecutor, workers: int) -> CachePlan:
+def _make_plan(request: Request, pool: ProcessPoolExecutor, workers: int) -> CachePlan:
     """The plan, made by a worker or, if it needs SeqIO, by a process that ends right after.
 
     A worker that imported SeqIO would keep the gigabyte that SeqIO and TensorFlow take.
     """
     if needs_seqio(request.modules):
-        return _planned_elsewhere(request)
+        return _make_plan_elsewhere(request)
     with working("importing the tasks, while the workers start"):
         plan = pool.submit(make_plan, request)
         for _ in range(workers - 1):  # meanwhile the other workers start and import
@@ -182,7 +182,7 @@ def _planned(request: Request, pool: ProcessPoolExecutor, workers: int) -> Cache
         return plan.result()
 
 
-def _planned_elsewhere(request: Request) -> CachePlan:
+def _make_plan_elsewhere(request: Request) -> CachePlan:
     libraries = ", with TensorFlow and SeqIO" if needs_seqio(request.modules) else ""
     # Ctrl-C ends it without a traceback.
     quiet: Any = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_DFL)}
@@ -311,7 +311,7 @@ class _Run:
         self, split: _Split, forms: tuple[bool, ...], ordinals: str | None = None
     ) -> Iterator[tuple[_Split, Piece]]:
         tasks = split.tasks()
-        staged = {form: self._staged(tasks[form]) for form in forms}
+        staged = {form: self._staging_folder(tasks[form]) for form in forms}
         for path in staged.values():
             make_folder(path)
         # Rows of one shard.
@@ -363,7 +363,7 @@ class _Run:
     def _vocabulary(self, digest: str) -> Path:
         return self._staging / f"{digest}.model"
 
-    def _staged(self, task: CachedTask) -> Path:
+    def _staging_folder(self, task: CachedTask) -> Path:
         return self._staging / "tasks" / task.folder
 
     def _finish(self, split: _Split) -> None:
@@ -392,7 +392,7 @@ class _Run:
         }
 
     def _complete(self, prompt: Prompt, task: CachedTask) -> None:
-        folder, staged = self._folder / task.folder, self._staged(task)
+        folder, staged = self._folder / task.folder, self._staging_folder(task)
         described = self._described.pop(task.name)
         before = folder / folders.PROVENANCE
         if before.is_file():  # splits are added
@@ -405,7 +405,7 @@ class _Run:
     def _write_json(self, task: CachedTask, name: str, content: Mapping[str, Any]) -> None:
         # As SeqIO's: sorted, indented, one line break at the end.
         text = json.dumps(content, sort_keys=True, indent=2) + "\n"
-        write_atomically(self._staged(task) / name, text)
+        write_atomically(self._staging_folder(task) / name, text)
 
 
 def _description(split: _Split, score_eval: bool, statistics: Statistics) -> dict[str, Any]:
@@ -443,7 +443,7 @@ def _check_gives_examples(split: _Split) -> None:
     )
 
 
-def _finished(futures: list[Future[Any]]) -> set[Future[Any]]:
+def _wait_for_first(futures: list[Future[Any]]) -> set[Future[Any]]:
     if not futures:
         return set()
     return concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_COMPLETED).done

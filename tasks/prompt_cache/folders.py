@@ -27,7 +27,7 @@ CACHE_FILE = re.compile(
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[Path]:
+def lock_cache(folder: Path) -> Iterator[Path]:
     """Holds the cache folder for one run; yields its empty staging folder.
 
     Only the holder of the lock creates, empties or removes the staging folder; a run that is
@@ -114,7 +114,7 @@ def record_skipped(folder: Path, skipped: Mapping[str, Mapping[str, str]]) -> No
     """Keeps what --skip_missing left out, less what has been cached since."""
     left: dict[str, Mapping[str, str]] = {}
     for task, splits in (read_skipped(folder) | dict(skipped)).items():
-        cached = cached_splits(folder / cache_name(task)) or ()
+        cached = list_cached_splits(folder / cache_name(task)) or ()
         if still := {split: why for split, why in splits.items() if split not in cached}:
             left[task] = still
     if left:
@@ -136,7 +136,7 @@ def cache_name(task: str) -> str:
     return task.replace(":", "/")
 
 
-def cached_splits(folder: Path) -> Sequence[str] | None:
+def list_cached_splits(folder: Path) -> Sequence[str] | None:
     """The splits in a task's complete cache, or None if there is no such cache."""
     if not (folder / MARKER).is_file():
         return None

@@ -19,7 +19,7 @@ from t0repro.tasks.prompt_cache.folders import (
     MARKER,
     PROVENANCE,
     cache_name,
-    cached_splits,
+    list_cached_splits,
     remove_interrupted,
 )
 from t0repro.tasks.prompt_cache.prompts import CachedTask, PlainTemplate, Prompt, RowsOfSplit
@@ -107,7 +107,7 @@ def make_plan(request: Request) -> CachePlan:
     from t0repro.tasks.registry import task_descriptions
 
     load_tasks(request.modules, request.templates, into_seqio=False)
-    names = _selected(request)
+    names = _select_names(request)
     descriptions = task_descriptions()
     _check_prompted(names, descriptions)
     _check_splits(request.splits, [descriptions[name] for name in names])
@@ -125,7 +125,7 @@ def make_plan(request: Request) -> CachePlan:
     )
 
 
-def _selected(request: Request) -> list[str]:
+def _select_names(request: Request) -> list[str]:
     from t0repro.tasks.registry import registered_tasks, tasks_of_mixture
 
     names = [task for mixture in request.mixtures for task in tasks_of_mixture(mixture)]
@@ -189,7 +189,7 @@ class _Planner:
             for split in rows.files_of_splits
             if self.request.splits is None or split in self.request.splits
         ]
-        cached = cached_splits(self.folder / folder)
+        cached = list_cached_splits(self.folder / folder)
         if cached is not None:
             self._check_same(task, self.folder / folder, [s for s in wanted if s in cached])
         # Cached splits are not checked again, so their rows may be gone.

@@ -158,7 +158,7 @@ def damage(folder: Path, split: str) -> str | None:
     if missing:
         return f"{len(missing)} of {len(names)} shards are missing, {missing[0]} first"
     try:
-        declared = _declared(folder, split)
+        declared = _read_declared(folder, split)
         if not declared and any(is_streamed(folder / name) for name in names):
             return None  # counting records would fetch them
         records = 0
@@ -195,7 +195,7 @@ def explain_damaged_record(message: str) -> UserError:
     )
 
 
-def _declared(folder: Path, split: str) -> Mapping[str, Mapping[str, int]]:
+def _read_declared(folder: Path, split: str) -> Mapping[str, Mapping[str, int]]:
     """Shard -> its records and bytes, if the cache records them; empty for caches of SeqIO."""
     if (folder / PROVENANCE).is_file():
         return json.loads((folder / PROVENANCE).read_text())["splits"][split].get("files", {})
@@ -296,11 +296,11 @@ def _agree(vocabulary: Any, tokens: Sequence[int], text: str) -> bool:
     """Whether tokens spell a text, or its beginning, as far as the vocabulary can."""
 
     # Spaces are compared loosely: decoding does not restore them exactly.
-    def spelled(numbers: Sequence[int]) -> str:
+    def spell(numbers: Sequence[int]) -> str:
         return " ".join(vocabulary.decode([n for n in numbers if n != vocabulary.eos_id]).split())
 
     # Compare a prefix: the tokens may have been truncated.
-    return spelled(vocabulary.encode(text)).startswith(spelled(tokens))
+    return spell(vocabulary.encode(text)).startswith(spell(tokens))
 
 
 @functools.lru_cache(maxsize=4)

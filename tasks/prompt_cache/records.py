@@ -42,7 +42,7 @@ def varint(number: int) -> bytes:
 _VARINTS = [varint(number) for number in range(1 << 14)]
 
 
-def _sized(tag: bytes, content: bytes) -> bytes:
+def _prefix_size(tag: bytes, content: bytes) -> bytes:
     size = len(content)
     return tag + (_VARINTS[size] if size < len(_VARINTS) else varint(size)) + content
 
@@ -52,32 +52,36 @@ class FeatureEncoder:
 
     def __init__(self, name: str):
         # Tag 0x0a is field 1, length-delimited; 0x12 is field 2.
-        self._key = _sized(b"\x0a", name.encode())
+        self._key = _prefix_size(b"\x0a", name.encode())
 
     def _entry(self, kind: int, content: bytes) -> bytes:
-        feature = _sized(bytes([kind << 3 | 2]), content)
-        return _sized(b"\x0a", self._key + _sized(b"\x12", feature))
+        feature = _prefix_size(bytes([kind << 3 | 2]), content)
+        return _prefix_size(b"\x0a", self._key + _prefix_size(b"\x12", feature))
 
     def strings(self, values: Sequence[bytes]) -> bytes:
         """A list of byte strings."""
-        return self._entry(_BYTES_LIST, b"".join([_sized(b"\x0a", value) for value in values]))
+        return self._entry(
+            _BYTES_LIST, b"".join([_prefix_size(b"\x0a", value) for value in values])
+        )
 
     def varints(self, packed: bytes) -> bytes:
         """A list of integers, given as their joined `varint`s."""
         # An empty list has no field at all, as protobuf writes it.
-        return self._entry(_INT64_LIST, _sized(b"\x0a", packed) if packed else b"")
+        return self._entry(_INT64_LIST, _prefix_size(b"\x0a", packed) if packed else b"")
 
     def floats(self, values: Sequence[float]) -> bytes:
         """A list of float32."""
-        return self._entry(_FLOAT_LIST, _sized(b"\x0a", struct.pack(f"<{len(values)}f", *values)))
+        return self._entry(
+            _FLOAT_LIST, _prefix_size(b"\x0a", struct.pack(f"<{len(values)}f", *values))
+        )
 
 
 def example(entries: Sequence[bytes]) -> bytes:
     """Serializes an Example from its encoded features."""
-    return _sized(b"\x0a", b"".join(entries))
+    return _prefix_size(b"\x0a", b"".join(entries))
 
 
-def _masked_crc(data: bytes) -> bytes:
+def _mask_crc(data: bytes) -> bytes:
     # TFRecord masks its CRC-32C: rotated right by 15 bits, plus a constant.
     crc = google_crc32c.value(data)
     return ((((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF).to_bytes(4, "little")
@@ -99,7 +103,7 @@ class RecordFile:
     def write(self, record: bytes) -> None:
         """Adds one record: its length, the length's checksum, the record, its checksum."""
         length = len(record).to_bytes(8, "little")
-        framed = b"".join((length, _masked_crc(length), record, _masked_crc(record)))
+        framed = b"".join((length, _mask_crc(length), record, _mask_crc(record)))
         try:
             self.bytes += self._file.write(framed)
         except OSError:
@@ -207,7 +211,7 @@ def _heads(
             _check(head, 8, path, place)
             length = int.from_bytes(head[:8], "little")
             if length + 16 > end - place:  # longer than the file: do not try to read it
-                raise _broken(path, place)
+                raise _broken_record_error(path, place)
             yield place, length, file
             place += length + 16
 
@@ -219,11 +223,11 @@ def _content(file: BinaryIO, length: int, path: Path, place: int) -> bytes:
 
 
 def _check(data: bytes, length: int, path: Path, place: int) -> None:
-    if len(data) != length + 4 or _masked_crc(data[:length]) != data[length:]:
-        raise _broken(path, place)
+    if len(data) != length + 4 or _mask_crc(data[:length]) != data[length:]:
+        raise _broken_record_error(path, place)
 
 
-def _broken(path: Path, place: int) -> UserError:
+def _broken_record_error(path: Path, place: int) -> UserError:
     return UserError(
         "A record is cut or its checksum is wrong.",
         where=f"{path}, byte {place}",

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import seqio
 
 
-def selected_tasks(mixtures: Sequence[str], patterns: Sequence[str]) -> list[seqio.Task]:
+def choose_tasks(mixtures: Sequence[str], patterns: Sequence[str]) -> list[seqio.Task]:
     """The tasks of the mixtures and those whose full name matches a pattern, without duplicates.
 
     Raises:
@@ -57,7 +57,7 @@ def selected_tasks(mixtures: Sequence[str], patterns: Sequence[str]) -> list[seq
     return [seqio.TaskRegistry.get(name) for name in dict.fromkeys(names)]
 
 
-def uncached(tasks: Sequence[seqio.Task], cache_dir: Path) -> list[seqio.Task]:
+def list_uncached(tasks: Sequence[seqio.Task], cache_dir: Path) -> list[seqio.Task]:
     """The tasks without a complete cache in the folder."""
     # SeqIO writes this marker last.
     return [task for task in tasks if not (_folder(task, cache_dir) / "COMPLETED").is_file()]
@@ -123,8 +123,8 @@ def plan(arguments: argparse.Namespace) -> list[list[str]]:
     with working("importing the tasks, with TensorFlow and SeqIO"):
         # Keeps the libraries' own lines off the terminal, too.
         load_tasks(arguments.module_import, into_seqio=True)
-    tasks = selected_tasks(arguments.mixtures, arguments.tasks)
-    left = uncached(tasks, arguments.output_cache_dir)
+    tasks = choose_tasks(arguments.mixtures, arguments.tasks)
+    left = list_uncached(tasks, arguments.output_cache_dir)
     # By then rows and vocabulary are known to be readable.
     if left:
         with working(f"reading rows and vocabulary of {counted(len(left), 'task')} once"):

@@ -26,7 +26,7 @@ from t0repro.tasks.prompt_cache.records import RecordFile
 from t0repro.tasks.prompt_cache.spool import Spool, SpoolReader, write_spool
 from t0repro.tasks.readers import Reader, find_reader
 from t0repro.tasks.rendering import Renderer, compile_template
-from t0repro.tasks.source import Split, cannot_render, checked_rows, schema_of_rows
+from t0repro.tasks.source import Split, cannot_render, check_rows, schema_of_rows
 from t0repro.tasks.templates import Drop, Rendering, promptsource_environment
 
 ROWS_PER_SHARD = 1 << 14
@@ -75,11 +75,11 @@ def rows_of(rows: RowsOfSplit, reader: Reader) -> Iterator[tuple[int, dict[str, 
     """Yields the same rows as `t0repro.tasks.source.PromptedRows.rows`, for all templates of a run.
 
     Raises:
-      UserError: As for `t0repro.tasks.source.checked_rows`.
+      UserError: As for `t0repro.tasks.source.check_rows`.
     """
     columns, limit = frozenset(rows.columns), Split(rows.file, rows.max_rows, rows.seed)
     schema = schema_of_rows(rows.dataset, rows.subset, reader, columns)
-    return checked_rows(rows.dataset, rows.subset, reader, schema, limit)
+    return check_rows(rows.dataset, rows.subset, reader, schema, limit)
 
 
 def spool_rows(rows: RowsOfSplit, base: str) -> SpooledRows:

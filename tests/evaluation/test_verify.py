@@ -26,7 +26,7 @@ from t0repro.reports.run import Run
 from t0repro.reports.statistics import Bootstrap
 from t0repro.runs import rank_eval, rank_report
 from t0repro.runs import verify as runs_verify
-from t0repro.runs.verified_cells import chosen_cells
+from t0repro.runs.verified_cells import choose_cells
 from t0repro.runs.verified_figures import options_of
 from t0repro.runs.verify import detection_probability, not_verified, verify
 
@@ -187,7 +187,7 @@ def test_covered_up_scores_are_noticed_as_often_as_is_said(copied, prompts):
     assert len(differ) == sum(map(len, changed.values()))
     share = len(differ) / (12 * len(tasks))
     for cells in (1, 5, 20):
-        draws = (chosen_cells(records.read_records(folder, 7), cells, seed) for seed in range(600))
+        draws = (choose_cells(records.read_records(folder, 7), cells, seed) for seed in range(600))
         caught = [
             any(changed.get(task, set()) & {cell for cell in own} for task, own in drawn.items())
             for drawn in draws

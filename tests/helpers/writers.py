@@ -197,10 +197,10 @@ def encode(job: Job) -> Job:
 
 
 def cache(out: Path) -> None:
-    from t0repro.tasks.prompt_cache.folders import locked, put_in_place
+    from t0repro.tasks.prompt_cache.folders import lock_cache, put_in_place
     from t0repro.tasks.prompt_cache.records import RecordFile
 
-    with locked(out) as staging:
+    with lock_cache(out) as staging:
         staged = staging / "task"
         staged.mkdir()
         file = RecordFile(staged / "train.tfrecord-00000-of-00001")
@@ -304,7 +304,7 @@ def infer(out: Path) -> None:
     scores = SimpleNamespace(score=lambda numbered: [(number, 0.5) for number, _ in numbered])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch_infer, "make_functions", lambda *_, **__: scores)
-        patch.setattr(batch_infer, "generating_model", lambda *_: None)
+        patch.setattr(batch_infer, "make_generating_model", lambda *_: None)
         with lock_folder(out / ".shard-00000-of-00001", "inference"):
             features = {"targets": SimpleNamespace(vocabulary=None)}
             named = SimpleNamespace(name="task", output_features=features)

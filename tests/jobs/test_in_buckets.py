@@ -55,14 +55,14 @@ def test_a_checkpoint_in_use_outlives_the_trainings_retention(bucket, tmp_path, 
 @pytest.mark.parametrize("bucket", ["gs"], indirect=True)
 def test_of_a_pin_and_a_removal_one_comes_first(bucket):
     checkpoint = f"{bucket}/checkpoint_3"
-    with leases.removing(checkpoint) as is_free:
+    with leases.hold_for_removal(checkpoint) as is_free:
         assert is_free and leases.pin(checkpoint) is None
     lease = leases.pin(checkpoint)
-    with leases.removing(checkpoint) as is_free:
+    with leases.hold_for_removal(checkpoint) as is_free:
         assert not is_free
     assert leases.is_unwanted(checkpoint)
     lease.release()
-    with leases.removing(checkpoint) as is_free:
+    with leases.hold_for_removal(checkpoint) as is_free:
         assert is_free
     assert not leases.is_unwanted(checkpoint) and not any(buckets.objects(bucket))
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from t0repro.cli.training_runs import runs
 from t0repro.errors import UserError
-from t0repro.reports.training_runs import find_runs, left_out_in_words, run_rows, to_json
+from t0repro.reports.training_runs import describe_left_out, find_runs, run_rows, to_json
 from t0repro.training.run_state import RUN_STATE_FILE, RunState
 
 RUNNING = RunState(
@@ -99,7 +99,7 @@ def test_a_folder_without_trainings_is_named(tmp_path):
 
 def test_mesh_tensorflow_runs_are_said_to_be_left_out(tmp_path):
     write(tmp_path / "jax")
-    assert left_out_in_words(tmp_path) == ""
+    assert describe_left_out(tmp_path) == ""
     (tmp_path / "mtf").mkdir()
     (tmp_path / "mtf" / "model.ckpt-20.index").touch()
     app = typer.Typer()
@@ -110,9 +110,9 @@ def test_mesh_tensorflow_runs_are_said_to_be_left_out(tmp_path):
     assert str(tmp_path / "mtf") in shown.stderr and "Not listed" not in shown.stdout
     assert "t0repro plot" not in shown.stderr  # there is no curve to draw
     (tmp_path / "mtf" / "metrics.jsonl").touch()
-    assert f"`t0repro plot {tmp_path / 'mtf'}` draws curves" in left_out_in_words(tmp_path)
+    assert f"`t0repro plot {tmp_path / 'mtf'}` draws curves" in describe_left_out(tmp_path)
     (tmp_path / "mtf" / "b").mkdir()
     (tmp_path / "mtf" / "b" / "model.ckpt-20.index").touch()
-    assert "draws curves of the 1 that recorded metrics" in left_out_in_words(tmp_path)
+    assert "draws curves of the 1 that recorded metrics" in describe_left_out(tmp_path)
     with pytest.raises(UserError, match="no training runs here. Not listed: 2 folders"):
         find_runs(tmp_path / "mtf")

@@ -18,7 +18,7 @@ from t0repro.errors import UserError
 from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.model_functions import ModelFunctions
 from t0repro.runs.batch_infer import infer
-from t0repro.runs.restored_checkpoints import chosen, is_there, opened
+from t0repro.runs.restored_checkpoints import choose_checkpoints, is_there, open_restored
 
 from ..evaluation.small_model import save_adapter
 from ..helpers.own_lines import foreign_lines
@@ -96,7 +96,7 @@ def test_scores_are_written_in_t5xs_form(checkpoint, few, tmp_path):
         assert row["inputs"] == {
             name: example[name].decode() for name in ("inputs_pretokenized", "targets_pretokenized")
         }
-    opened_one = opened(made, chosen(made.restore)[0])
+    opened_one = open_restored(made, choose_checkpoints(made.restore)[0])
     expected = score_examples(opened_one.params, opened_one.model, read, None)
     np.testing.assert_allclose([row["score"] for row in rows], expected, rtol=1e-5)
 
@@ -378,7 +378,7 @@ def test_examples_from_files(checkpoint, tmp_path, kind):
 def test_a_folder_stands_for_its_latest_checkpoint(checkpoint, tmp_path):
     made = plan(checkpoint.parent, tmp_path, "utils.RestoreCheckpointConfig.mode = 'latest'")
     save_checkpoint(checkpoint.parent, made, 3)
-    assert [ref.path for ref in chosen(made.restore)] == [str(checkpoint)]
+    assert [ref.path for ref in choose_checkpoints(made.restore)] == [str(checkpoint)]
 
 
 def test_an_adapter_is_read_as_the_checkpoint_that_it_is_merged_into(checkpoint, tmp_path):
@@ -388,13 +388,13 @@ def test_an_adapter_is_read_as_the_checkpoint_that_it_is_merged_into(checkpoint,
     adapter = save_adapter(tmp_path / "adapter", lora(rank=2), checkpoint, shape)
     convert.convert(adapter, tmp_path / "merged", "jax")
     paths = (adapter, tmp_path / "merged" / adapter.name, checkpoint)
-    own, whole, base = (opened(plan(p, tmp_path), find_checkpoint(p)).digest for p in paths)
+    own, whole, base = (open_restored(plan(p, tmp_path), find_checkpoint(p)).digest for p in paths)
     assert own == whole != base
     named = f"utils.RestoreCheckpointConfig.adapter = '{adapter}'"
     made = plan(checkpoint, tmp_path, named)
     assert is_there(made.restore)
-    (ref,) = chosen(made.restore)
-    assert opened(made, ref).digest == own
+    (ref,) = choose_checkpoints(made.restore)
+    assert open_restored(made, ref).digest == own
     assert not is_there(dataclasses.replace(made.restore, adapter=str(tmp_path / "absent")))
 
 

@@ -38,7 +38,7 @@ def config_of(model_dir, wanted, choice=ALL):
 
 def steps(model_dir, wanted, **choice):
     config = config_of(model_dir, wanted, dataclasses.replace(ALL, **choice))
-    return [ref.step for ref in checkpoint_choice.chosen_checkpoints(config)]
+    return [ref.step for ref in checkpoint_choice.choose_checkpoints(config)]
 
 
 def test_all_are_those_beyond_skip_until_which_is_zero_unless_bound(model_dir):
@@ -74,7 +74,7 @@ def test_waiting_takes_the_latest_then_each_that_comes_until_stop_after(
     thread = threading.Thread(target=train)
     thread.start()
     choice = dataclasses.replace(ALL, stop_after=50)
-    for ref in checkpoint_choice.chosen_checkpoints(config_of(model_dir, None, choice)):
+    for ref in checkpoint_choice.choose_checkpoints(config_of(model_dir, None, choice)):
         seen.append(ref.step)
     thread.join()
     assert seen == [30, 40, 50]

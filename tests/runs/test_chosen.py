@@ -11,7 +11,7 @@ from t0repro.config.t5x.run import read_eval_run
 from t0repro.converters.convert import convert
 from t0repro.converters.sources import find_checkpoint
 from t0repro.errors import UserError
-from t0repro.runs.restored_checkpoints import chosen, identity, is_there
+from t0repro.runs.restored_checkpoints import choose_checkpoints, identity, is_there
 
 from .tiny_gin import parsed, save_checkpoint
 
@@ -90,7 +90,7 @@ def test_a_checkpoint_is_there_where_one_is_chosen(two, tmp_path):
         restore = RestoreConfig(tuple(map(str, paths)), "specific", None, (), True, False)
         assert is_there(restore) is expected
         if expected:
-            assert len(chosen(restore)) == len(paths)
+            assert len(choose_checkpoints(restore)) == len(paths)
         else:
             with pytest.raises(UserError, match="no checkpoint"):
-                chosen(restore)
+                choose_checkpoints(restore)

@@ -17,7 +17,7 @@ from t0repro.errors import UserError
 from t0repro.evaluation.evaluator import model_features
 from t0repro.runs import batch_infer
 from t0repro.runs.evaluate_checkpoints import evaluate_checkpoints
-from t0repro.runs.restored_checkpoints import opened
+from t0repro.runs.restored_checkpoints import open_restored
 from t0repro.tasks.demo.datasets import VOCABULARY
 
 from ..config.t5x_trainings import BIDIRECTIONAL, DECODER_ONLY, PASSED_THROUGH
@@ -87,7 +87,7 @@ def model(request, tmp_path_factory):
     made = SimpleNamespace(gin=gin, folder=folder, both_ways=request.param)
     made.checkpoint = save_checkpoint(folder, eval_plan(made, "x"), 3)
     plan = eval_plan(made, folder)
-    made.params = opened(plan, find_checkpoint(str(made.checkpoint))).params
+    made.params = open_restored(plan, find_checkpoint(str(made.checkpoint))).params
     return made
 
 
@@ -267,7 +267,7 @@ def test_a_training_run_evaluates_loss_outputs_and_scores(model, passed, tmp_pat
     assert {f"training_eval/{task}" for task in evaluated} <= splits
     assert {f"inference_eval/{task}" for task in evaluated} <= splits
     plan = eval_plan(model, tmp_path / "eval", name=RANKED)
-    trained = opened(plan, find_checkpoint(f"{tmp_path}/run/checkpoint_2")).params
+    trained = open_restored(plan, find_checkpoint(f"{tmp_path}/run/checkpoint_2")).params
     scored = rows_of(tmp_path / f"run/inference_eval/{PASSED if passed else RANKED}-000002.jsonl")
     expected = score_by_hand(trained, examples_of(RANKED, 4), model.both_ways)
     np.testing.assert_allclose(

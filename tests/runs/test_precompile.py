@@ -10,8 +10,8 @@ from t0repro.partitioning.collectives import counts
 from t0repro.partitioning.devices import choose
 from t0repro.partitioning.memory import Memory
 from t0repro.partitioning.topologies import devices_of
-from t0repro.runs.fitting import adjusted, remedies
-from t0repro.runs.precompile import described, precompile
+from t0repro.runs.fitting import adjust_run, remedies
+from t0repro.runs.precompile import describe_program, precompile
 from t0repro.runs.programs import Program, evaluation_programs, train_programs
 
 from ..helpers.tiny_models import BFLOAT16, eval_run, model_config, run_config
@@ -57,7 +57,7 @@ def test_an_account_beyond_the_compilers_figure_is_said_beside_it(temporaries, s
     memory = by_shapes.compiled(temporaries, other=0)
     program = Program("train", memory, by_shapes, "", 8, communication=(), seconds=0.0, hlo="")
     devices = choose(Layout(), MODEL, devices=jax.devices()[:1])
-    lines = list(described(program, TRAINING, devices, None))
+    lines = list(describe_program(program, TRAINING, devices, None))
     of_both = "gradients are 30 bytes and activations 60 bytes"
     assert any(of_both in line for line in lines) == said
 
@@ -83,9 +83,9 @@ def test_what_would_make_it_fit_is_what_has_not_been_done():
 
 def test_an_adjusted_layout_follows_the_devices():
     run = dataclasses.replace(TRAINING, layout=Layout(64, 8, topology="v3-512"))
-    assert adjusted(run, 2, True).layout == Layout(None, 2, fully_sharded=True)
-    assert adjusted(run, num_microbatches=8).num_microbatches == 8
-    assert adjusted(run) == run
+    assert adjust_run(run, 2, True).layout == Layout(None, 2, fully_sharded=True)
+    assert adjust_run(run, num_microbatches=8).num_microbatches == 8
+    assert adjust_run(run) == run
 
 
 # ---- With libtpu's compiler ---------------------------------------------------------------------

@@ -17,7 +17,7 @@ from t0repro.converters.sources import load_any
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.runs.batch_infer import infer
-from t0repro.runs.restored_checkpoints import chosen, opened
+from t0repro.runs.restored_checkpoints import choose_checkpoints, open_restored
 from t0repro.runs.start import start_training
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.train_state import new_train_state, to_flat_tree
@@ -172,7 +172,7 @@ def test_training_and_evaluation_start_from_the_same_bits_in_every_form(forms, m
             parsed("eval", "eval", model, f"CHECKPOINT_PATH = '{forms[model, form]}'",
                    "EVAL_OUTPUT_DIR = 'unused'")
         )  # fmt: skip
-        digests.add(opened(plan, chosen(plan.restore)[0]).digest)
+        digests.add(open_restored(plan, choose_checkpoints(plan.restore)[0]).digest)
     assert len(digests) == 1
 
 
@@ -186,7 +186,7 @@ def test_every_run_of_t5xs_is_configured_as_config_json_says(forms, tmp_path):
         run = parsed("eval", "eval", "tiny", f"CHECKPOINT_PATH = '{folder}'",
                      "EVAL_OUTPUT_DIR = 'unused'", *bindings)  # fmt: skip
         plan = read_eval_run(run)
-        return opened(plan, chosen(plan.restore)[0])
+        return open_restored(plan, choose_checkpoints(plan.restore)[0])
 
     names = "utils.RestoreCheckpointConfig.assignment_map = [(r'target/(.*)', r'target/\\1')]"
     for start in (

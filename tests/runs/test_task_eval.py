@@ -20,7 +20,7 @@ from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.evaluator import DescribedEvaluator
 from t0repro.evaluation.records import read_with_checksum, write_with_checksum
 from t0repro.runs.evaluate_checkpoints import EvaluatedCheckpoints, evaluate_checkpoints
-from t0repro.runs.restored_checkpoints import chosen, identity, opened
+from t0repro.runs.restored_checkpoints import choose_checkpoints, identity, open_restored
 
 from ..evaluation.small_model import STEP, save_adapter
 from ..helpers.own_lines import foreign_lines
@@ -123,7 +123,7 @@ def evaluated_folder(made):
 def test_ranked_scores_are_log_likelihoods_of_the_choices(evaluated):
     made, _ = evaluated
     rows = rows_of(evaluated_folder(made) / f"{RANKED}-000005.jsonl")
-    checkpoint = opened(made, find_checkpoint(f"{made.restore.path}/checkpoint_5"))
+    checkpoint = open_restored(made, find_checkpoint(f"{made.restore.path}/checkpoint_5"))
     task = seqio.get_mixture_or_task(RANKED)
     examples = list(
         task.get_dataset(None, "validation", shuffle=False, seed=42).take(12).as_numpy_iterator()
@@ -140,7 +140,7 @@ def test_what_is_evaluated_is_not_evaluated_again_unless_the_settings_change(eva
     assert evaluate_checkpoints(latest) == {}
     fewer = dataclasses.replace(made.evaluator, num_examples=4)
     assert list(evaluate_checkpoints(dataclasses.replace(latest, evaluator=fewer))) == [5]
-    (ref,) = chosen(latest.restore)
+    (ref,) = choose_checkpoints(latest.restore)
     for name, changes in {
         "model": {"relative_attention_max_distance": 99},
         "dtypes": {"activation": "bfloat16"},
@@ -161,11 +161,11 @@ def test_a_checkpoint_is_known_by_its_own_path_however_it_is_given(
     link, out = tmp_path / "latest", tmp_path / "out"
     link.symlink_to(model_dir)
     monkeypatch.chdir(model_dir)
-    (ref,) = chosen(plan(model_dir / "checkpoint_3", out).restore)
+    (ref,) = choose_checkpoints(plan(model_dir / "checkpoint_3", out).restore)
     EvaluatedCheckpoints(plan(ref.path, out)).add(ref, identity(ref))
     for given in ("checkpoint_3", "./checkpoint_3/", link / "checkpoint_3", f"file://{ref.path}"):
         made = plan(given, out)
-        assert is_evaluated(made, chosen(made.restore)[0]), given
+        assert is_evaluated(made, choose_checkpoints(made.restore)[0]), given
     # The same words for another checkpoint.
     other = tmp_path / "other"
     shutil.copytree(model_dir, other)
@@ -174,7 +174,7 @@ def test_a_checkpoint_is_known_by_its_own_path_however_it_is_given(
     monkeypatch.chdir(other)
     for given in ("checkpoint_3", link / "checkpoint_3"):
         made = plan(given, out)
-        assert not is_evaluated(made, chosen(made.restore)[0]), given
+        assert not is_evaluated(made, choose_checkpoints(made.restore)[0]), given
 
 
 def test_a_checkpoint_that_was_replaced_at_its_path_is_evaluated_again(tmp_path, capsys):
@@ -194,14 +194,14 @@ def test_a_checkpoint_that_was_replaced_at_its_path_is_evaluated_again(tmp_path,
     assert f"{path} has changed since it was evaluated" in line and foreign_lines(line) == []
     assert list(again) == [1] and again != first
     assert evaluate_checkpoints(made) == {} and "evaluated before" in capsys.readouterr().err
-    (ref,) = chosen(made.restore)
+    (ref,) = choose_checkpoints(made.restore)
     shutil.rmtree(path)  # as by a training run's retention, after it was chosen
     assert is_evaluated(made, ref)
 
 
 def test_an_earlier_versions_record_of_paths_alone_is_believed(model_dir, tmp_path):
     made = plan(model_dir / "checkpoint_3", tmp_path, name=RANKED)
-    (ref,) = chosen(made.restore)
+    (ref,) = choose_checkpoints(made.restore)
     EvaluatedCheckpoints(made).add(ref, identity(ref))
     (path,) = tmp_path.rglob("evaluated.json")
     record = read_with_checksum(path)
@@ -242,18 +242,18 @@ def test_an_adapter_is_evaluated_as_the_checkpoint_that_it_is_merged_into(model_
     ]
     assert scored[0] == scored[1] == scored[2] and list(scored[0]) == [STEP]
     before, after = (
-        opened(plan(path, tmp_path), find_checkpoint(path)) for path in (base, adapter)
+        open_restored(plan(path, tmp_path), find_checkpoint(path)) for path in (base, adapter)
     )
     assert before.digest != after.digest
     # A base that moved is named beside its adapter; another one is refused.
     shutil.copytree(base, tmp_path / "moved" / base.name)
     moved = plan(tmp_path / "moved" / base.name, tmp_path, named)
-    (ref,) = chosen(moved.restore)
-    assert opened(moved, ref).digest == after.digest
+    (ref,) = choose_checkpoints(moved.restore)
+    assert open_restored(moved, ref).digest == after.digest
     other = plan(model_dir / "checkpoint_5", tmp_path, named)
-    (ref,) = chosen(other.restore)
+    (ref,) = choose_checkpoints(other.restore)
     with pytest.raises(UserError, match="trained on another base"):
-        opened(other, ref)
+        open_restored(other, ref)
 
 
 def test_an_adapter_has_one_base(model_dir, tmp_path):
@@ -265,13 +265,13 @@ def test_an_adapter_has_one_base(model_dir, tmp_path):
         evaluate_checkpoints(latest, watch=True)
     whole = named.replace("'adapter'", f"'{model_dir}'")
     with pytest.raises(UserError, match="a whole model's, not an adapter's"):
-        chosen(plan(model_dir / "checkpoint_3", tmp_path, whole).restore)
+        choose_checkpoints(plan(model_dir / "checkpoint_3", tmp_path, whole).restore)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"evaluated": [', "edited"])
 def test_a_damaged_record_of_evaluations_is_not_believed(model_dir, tmp_path, content):
     made = plan(model_dir / "checkpoint_3", tmp_path, name=RANKED)
-    (ref,) = chosen(made.restore)
+    (ref,) = choose_checkpoints(made.restore)
     EvaluatedCheckpoints(made).add(ref, identity(ref))
     (record,) = tmp_path.rglob("evaluated.json")
     assert evaluate_checkpoints(made) == {}
@@ -311,7 +311,7 @@ def test_names_are_mapped_as_the_file_says(model_dir, tmp_path):
 
 def test_a_shared_position_bias_fills_each_layers_own_with_and_without_rules(model_dir, tmp_path):
     checkpoint = model_dir / "checkpoint_3"
-    shared = opened(plan(checkpoint, tmp_path), find_checkpoint(checkpoint)).params
+    shared = open_restored(plan(checkpoint, tmp_path), find_checkpoint(checkpoint)).params
     bias = {
         tower: shared[tower]["relpos_bias"]["rel_embedding"] for tower in ("encoder", "decoder")
     }
@@ -322,7 +322,9 @@ def test_a_shared_position_bias_fills_each_layers_own_with_and_without_rules(mod
     ):
         made = plan(checkpoint, tmp_path, f"utils.RestoreCheckpointConfig.assignment_map = {rules}")
         each = dataclasses.replace(made.model, position_bias_per_layer=True)
-        params = opened(dataclasses.replace(made, model=each), find_checkpoint(checkpoint)).params
+        params = open_restored(
+            dataclasses.replace(made, model=each), find_checkpoint(checkpoint)
+        ).params
         for tower, expected in bias.items():
             assert "relpos_bias" not in params[tower]
             for layer in range(2):

@@ -18,7 +18,7 @@ from t0repro.tasks import checking
 from t0repro.tasks.demo.datasets import VOCABULARY
 from t0repro.tasks.listing import list_tasks
 from t0repro.tasks.prompt_cache.plan import Request, make_plan
-from t0repro.tasks.prompt_cache.seqio_plan import selected_tasks
+from t0repro.tasks.prompt_cache.seqio_plan import choose_tasks
 from t0repro.tasks.registration import add_mixture, add_prompted_task
 from t0repro.tasks.registry import find_tasks
 from t0repro.tasks.seqio_tasks import seqio_vocabulary
@@ -97,7 +97,7 @@ def verdicts(mixture, folder):
         "tasks ls": refused(list_tasks, mixture),
         "tasks check": refused(show),
         "cache": refused(make_plan, Request((), (), (mixture,), str(folder))),
-        "scripts/cache.sh": refused(selected_tasks, [mixture], []),
+        "scripts/cache.sh": refused(choose_tasks, [mixture], []),
         "t5_mesh_transformer": refused(check_data, inputs),
         "rank-eval": refused(select_tasks, mixture, EvaluationSettings("train", modes=MODES)),
         **{mode: refused(t5x, mode) for mode in ("train", "eval", "infer")},

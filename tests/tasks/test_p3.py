@@ -289,9 +289,9 @@ def test_what_p3_does_not_hold_is_told_and_the_rest_fetched(server, tree, tmp_pa
 
 def test_a_pattern_that_matches_nothing_is_answered_with_the_nearest(tmp_path):
     with pytest.raises(UserError, match="super_glue_rte_GPT_3_style"):
-        p3.matching_names(["super_glue_rte_GPT3_style*"])
+        p3.match_names(["super_glue_rte_GPT3_style*"])
     with pytest.raises(UserError, match="No task is named"):
-        p3.matching_names([])
+        p3.match_names([])
 
 
 def test_every_name_of_p3s_counts_is_known():

@@ -20,7 +20,13 @@ from t0repro.errors import UserError
 from t0repro.tasks.availability import drop_missing_tasks
 from t0repro.tasks.prompt_cache import shards
 from t0repro.tasks.prompt_cache.cache import _workers, cache_tasks
-from t0repro.tasks.prompt_cache.folders import MARKER, STAGING, locked, put_in_place, read_skipped
+from t0repro.tasks.prompt_cache.folders import (
+    MARKER,
+    STAGING,
+    lock_cache,
+    put_in_place,
+    read_skipped,
+)
 from t0repro.tasks.prompt_cache.plan import make_plan
 from t0repro.tasks.registration import add_mixture, add_prompted_task
 from t0repro.tasks.registry import tasks_of_mixture
@@ -218,7 +224,7 @@ def test_what_seqio_left_unfinished_is_made_anew(tmp_path):
 
 def test_two_runs_on_one_folder_at_once_end_with_one_clear_error(tmp_path):
     with (
-        locked(tmp_path / "cache"),
+        lock_cache(tmp_path / "cache"),
         pytest.raises(UserError, match=rf"Another run .* caching \(process {os.getpid()} "),
     ):
         make(tmp_path / "cache", *DEMO)
@@ -226,7 +232,7 @@ def test_two_runs_on_one_folder_at_once_end_with_one_clear_error(tmp_path):
 
 
 def test_who_is_refused_leaves_the_holders_staging_alone(tmp_path):
-    with locked(tmp_path) as staging:
+    with lock_cache(tmp_path) as staging:
         (staging / "rows").touch()
         with pytest.raises(UserError, match="Another run"):
             make(tmp_path, *DEMO)
@@ -278,7 +284,7 @@ def test_an_interrupted_run_ends_its_workers(tmp_path):
     time.sleep(0.4)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=20)  # ends when the last worker has closed the pipe
-    with locked(tmp_path / "cache") as staging:
+    with lock_cache(tmp_path / "cache") as staging:
         time.sleep(0.3)
         assert list(staging.iterdir()) == []
 

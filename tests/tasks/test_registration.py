@@ -19,7 +19,7 @@ from t0repro.tasks.demo.datasets import VOCABULARY
 from t0repro.tasks.listing import list_tasks
 from t0repro.tasks.metrics import postprocess
 from t0repro.tasks.modules import load_tasks
-from t0repro.tasks.prompt_cache.seqio_plan import selected_tasks
+from t0repro.tasks.prompt_cache.seqio_plan import choose_tasks
 from t0repro.tasks.registration import add_mixture, add_prompted_task
 from t0repro.tasks.registry import find_tasks, prompted_mixtures, tasks_of_mixture
 from t0repro.tasks.seqio_tasks import task_metrics
@@ -241,7 +241,7 @@ def test_a_mixture_of_tasks_with_different_vocabularies_is_refused(
         else:
             seqio.MixtureRegistry.add("mixed", [(name, 1.0) for name in names])
             with pytest.raises(UserError, match="different vocabularies"):
-                selected_tasks(["mixed"], [])
+                choose_tasks(["mixed"], [])
             tasks_of_mixture("mixed")
     for part in (*names, own, str(VOCABULARY), f"T0REPRO_VOCAB={VOCABULARY}"):
         assert part in str(error.value)

@@ -416,19 +416,19 @@ def test_the_data_folder_must_be_named_and_exist(monkeypatch, tmp_path):
 
 
 def test_kept_rows_are_evenly_spaced_and_as_many_as_asked_for():
-    kept = sorted(rows.kept_rows(1066, 100))
+    kept = sorted(rows.choose_rows(1066, 100))
     gaps = {second - first for first, second in zip(kept, kept[1:], strict=False)}
     assert len(kept) == 100 and gaps <= {10, 11}
-    assert list(rows.kept_rows(50, 100)) == list(range(50))
+    assert list(rows.choose_rows(50, 100)) == list(range(50))
 
 
 def test_a_seed_draws_the_rows_that_t_few_drew():
     # The first rows of data/few_shot/rte/32_shot/{0,42}_seed.jsonl in r-three/t-few, whose `idx` is
     # the number of the row among RTE's 2,490.
-    assert {1057, 478, 976} <= set(rows.kept_rows(2490, 32, 42))
-    assert len(rows.kept_rows(2490, 32, 42)) == 32
-    assert rows.kept_rows(2490, 32, 0) != rows.kept_rows(2490, 32, 42)
-    assert rows.kept_rows(2490, 32, 0) == rows.kept_rows(2490, 32, 0)
+    assert {1057, 478, 976} <= set(rows.choose_rows(2490, 32, 42))
+    assert len(rows.choose_rows(2490, 32, 42)) == 32
+    assert rows.choose_rows(2490, 32, 0) != rows.choose_rows(2490, 32, 42)
+    assert rows.choose_rows(2490, 32, 0) == rows.choose_rows(2490, 32, 0)
 
 
 @pytest.mark.parametrize("depth", [101, 100_000])

@@ -31,7 +31,7 @@ def registered():
 
 
 def test_tasks_are_selected_by_mixture_and_by_pattern_once():
-    tasks = seqio_plan.selected_tasks(["demo_eval_score_eval"], ["demo_synthetic_imdb_.*", TASK])
+    tasks = seqio_plan.choose_tasks(["demo_eval_score_eval"], ["demo_synthetic_imdb_.*", TASK])
     names = [task.name for task in tasks]
     assert len(names) == len(set(names)) == 9 + 3  # imdb's three tasks beside their twins
     assert TASK in names
@@ -39,25 +39,25 @@ def test_tasks_are_selected_by_mixture_and_by_pattern_once():
 
 def test_an_unknown_mixture_or_pattern_is_answered_with_the_nearest_names():
     with pytest.raises(UserError, match="demo_train"):
-        seqio_plan.selected_tasks(["demo_trian"], [])
+        seqio_plan.choose_tasks(["demo_trian"], [])
     with pytest.raises(UserError, match="demo_synthetic_ag_news_classify"):
-        seqio_plan.selected_tasks([], ["demo_synthetic_ag_news_clasify"])
+        seqio_plan.choose_tasks([], ["demo_synthetic_ag_news_clasify"])
 
 
 def test_an_interrupted_cache_is_removed_and_a_complete_one_kept(tmp_path):
-    whole, half, absent = seqio_plan.selected_tasks([], ["demo_synthetic_imdb_.*_score_eval"])
+    whole, half, absent = seqio_plan.choose_tasks([], ["demo_synthetic_imdb_.*_score_eval"])
     for task in (whole, half):
         (tmp_path / task.name).mkdir()
         (tmp_path / task.name / "train.tfrecord-00000-of-00064").touch()
     (tmp_path / whole.name / "COMPLETED").touch()
-    left = seqio_plan.uncached([whole, half, absent], tmp_path)
+    left = seqio_plan.list_uncached([whole, half, absent], tmp_path)
     assert left == [half, absent]
     assert seqio_plan.remove_interrupted(left, tmp_path) == [half.name]
     assert (tmp_path / whole.name).is_dir() and not (tmp_path / half.name).exists()
 
 
 def test_a_folder_with_other_files_is_not_removed(tmp_path):
-    (task,) = seqio_plan.selected_tasks([], [TASK])
+    (task,) = seqio_plan.choose_tasks([], [TASK])
     (tmp_path / TASK).mkdir()
     (tmp_path / TASK / "thesis.tex").touch()
     with pytest.raises(UserError, match=r"thesis\.tex"):
@@ -66,7 +66,7 @@ def test_a_folder_with_other_files_is_not_removed(tmp_path):
 
 
 def test_tasks_are_spread_evenly_by_splits():
-    tasks = seqio_plan.selected_tasks(["demo_train", "demo_eval_score_eval"], [])
+    tasks = seqio_plan.choose_tasks(["demo_train", "demo_eval_score_eval"], [])
     shares = seqio_plan.spread(tasks, 2)
     splits = [sum(len(seqio.TaskRegistry.get(name).splits) for name in share) for share in shares]
     assert sum(splits) == 14 + 9 and abs(splits[0] - splits[1]) <= 1

@@ -19,7 +19,7 @@ from t0repro.config.t5x.run import read_eval_run, read_train_run
 from t0repro.errors import UserError
 from t0repro.evaluation.model_functions import make_functions
 from t0repro.model.t5 import T5
-from t0repro.runs.restored_checkpoints import generating_model
+from t0repro.runs.restored_checkpoints import make_generating_model
 from t0repro.training.checkpoints import load_tree, save_checkpoint
 from t0repro.training.train_state import from_flat_tree
 
@@ -146,6 +146,6 @@ def test_eval_generates_by_the_users_model(extension, tmp_path):
     )
     assert plan.user_model == UserClass("my_extension", "RobustModel", {"q": 0.7})
     assert "user_model" in plan.decisive()
-    model = generating_model(plan, T5(plan.model, plan.dtypes))
+    model = make_generating_model(plan, T5(plan.model, plan.dtypes))
     functions = make_functions(model, tiny.new_state().params, plan.decoding, plan.data)
     assert type(functions).__name__ == "UserModelFunctions" and model._q == 0.7

@@ -46,7 +46,7 @@ def precompile(
       read: T5X's gin files and the run that they describe; None for Mesh TensorFlow's.
       skipped: What Mesh TensorFlow's gin files may name in vain.
       topology: What to compile for; None for this machine's devices.
-      changes: Arguments of `adjusted`.
+      changes: Arguments of `adjust_run`.
       leaves_modules: Whether the compiled modules stay in the run's MODEL_DIR.
       hlo: A folder for the compiled programs.
       suggest: Whether to look for changes that make the run fit.
@@ -59,7 +59,7 @@ def precompile(
         _check_tasks(*read, options)
     devices, chip, float32 = _devices(topology)
     config = _mesh_config(options, skipped, float32) if read is None else read[1]
-    config = fitting.adjusted(config, *changes)
+    config = fitting.adjust_run(config, *changes)
     steps: list[dict[str, Any]] = []
     if suggest:
         lines = _suggestions(config, devices, chip)

@@ -13,7 +13,7 @@ import typer
 
 from t0repro import compat
 from t0repro.cli.compare import compare
-from t0repro.cli.options import ReportHead, modules_or_t0, tracked_evaluation
+from t0repro.cli.options import ReportHead, modules_or_t0, track_evaluation
 from t0repro.cli.rank_eval_options import (
     ComputationOptions,
     EvaluationOptions,
@@ -109,7 +109,7 @@ def run(
             with working(f"reading {path}" if step is None else f"reading step {step} of {path}"):
                 return open_checkpoint(path, step, settings.activation, parallel)
 
-        for label, checkpoints in _opened(open_step, steps, adapters):
+        for label, checkpoints in _open_checkpoints(open_step, steps, adapters):
             name = label or head.label or checkpoint_name(path)
             write = functools.partial(write_results, prompts=prompts, options=options, label=name)
             with for_people(asked.as_json):
@@ -204,7 +204,7 @@ def _steps(path: str, step: str | None) -> Sequence[int | None]:
         ) from error
 
 
-def _opened(
+def _open_checkpoints(
     open_step: Callable[[int | None], Checkpoint],
     steps: Sequence[int | None],
     adapters: Mapping[str, str],
@@ -236,7 +236,7 @@ def _evaluate(
     """Evaluates a checkpoint, or that of each step, and writes one report."""
     outcomes: dict[int, Outcome] = {}
     # With several processes, only one writes and reports to the trackers.
-    tracked = tracked_evaluation(results.tracker, out, path, mixture, settings)
+    tracked = track_evaluation(results.tracker, out, path, mixture, settings)
     with tracked if is_first() else contextlib.nullcontext():
         for checkpoint in checkpoints:
             # Only at first: it would remove this evaluation's earlier steps.

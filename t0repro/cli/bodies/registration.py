@@ -17,7 +17,7 @@ from t0repro.data.checks import check_same_tasks
 from t0repro.data.seqio_need import why_training_needs_seqio
 from t0repro.errors import needs_reference_tier
 from t0repro.tasks.availability import drop_missing_splits, drop_missing_tasks
-from t0repro.tasks.modules import load_tasks, needs_seqio, resolved_modules
+from t0repro.tasks.modules import load_tasks, needs_seqio, resolve_modules
 from t0repro.tasks.registry import add_cache_dirs
 
 
@@ -41,7 +41,7 @@ def register(
     Raises:
       UserError: If a module cannot be found, or the packages are needed and not installed.
     """
-    modules = resolved_modules([*parsed.imports, *(options.module_import or ())])
+    modules = resolve_modules([*parsed.imports, *(options.module_import or ())])
     folders, flag = folders_of(options.cache_dir), "--cache_dir"
     if not needs_seqio(modules) and not options.tfds_data_dir:
         load_tasks(modules, into_seqio=False)

@@ -107,7 +107,7 @@ def run(asked: Asked, out: Path, *, devices: str | None, yes: bool, dry_run: boo
         _name_vocabulary(found, weights)
         load_prompts([DEFAULT_MODULE])
         activation: DType = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-        agreed = None if dry_run else _agreed(asked, out)
+        agreed = None if dry_run else _read_agreed_plan(asked, out)
         if agreed is None:
             plan = _plan(asked, [*adapters.values()], found, weights, activation)
             _print_plan(plan, found, out, devices)
@@ -152,7 +152,7 @@ def _name_vocabulary(found: released.Released | None, weights: Path) -> None:
         os.environ[VOCABULARY_VARIABLE] = str(weights / "spiece.model")
 
 
-def _agreed(asked: Asked, out: Path) -> dict[str, Any] | None:
+def _read_agreed_plan(asked: Asked, out: Path) -> dict[str, Any] | None:
     """The plan that an interrupted run of the same command had agreed to."""
     path = out / PLAN
     if not path.is_file():

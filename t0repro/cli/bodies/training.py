@@ -11,7 +11,7 @@ import typer
 
 import gin
 from t0repro.cli.bodies.registration import register_for_training
-from t0repro.cli.options import tracked_training
+from t0repro.cli.options import track_training
 from t0repro.cli.t5x_options import T5xOptions
 from t0repro.cloud.auxiliary import auxiliary_jobs_during_training, check_jobs, hand_on_skip_missing
 from t0repro.cloud.auxiliary_options import AuxiliaryOptions
@@ -72,7 +72,7 @@ def train(
         if is_first():
             assert config.plan.train_data is not None
             note_uncached(config.plan.train_data.use_cached)
-            beside.enter_context(tracked_training(trackers, Path(config.model_dir), config))
+            beside.enter_context(track_training(trackers, Path(config.model_dir), config))
             if has_jobs:
                 beside.enter_context(
                     auxiliary_jobs_during_training(config.model_dir, jobs, job_files)

@@ -11,12 +11,12 @@ from t0repro.cloud.launchers.launch import (
     SECONDS_TO_SAVE,
     Launch,
     environment_of,
+    limit_command_time,
     option_value,
     refuse_secrets,
     require_options,
     resource_name,
     run_command,
-    timed_command,
 )
 from t0repro.errors import UserError
 
@@ -73,7 +73,7 @@ def gcluster_command(launch: Launch) -> list[str]:
         *("gcluster", "job", "submit", f"--name={name}", *size, f"--restarts={RESTARTS}"),
         f"--grace-period={SECONDS_TO_SAVE}s",
         # Bash runs it in the pod, after Kubernetes has replaced $(NAME) and $$.
-        "--command=" + f"exec {words} {timed_command(launch)}".replace("$", "$$"),
+        "--command=" + f"exec {words} {limit_command_time(launch)}".replace("$", "$$"),
         # Last, because a user's value for an option above overrides it.
         *options,
     ]

@@ -15,8 +15,8 @@ from t0repro.cloud.launchers.launch import (
     PORT,
     RESTARTS,
     Launch,
-    allowed_name,
     environment_of,
+    make_allowed_name,
     resource_name,
     run_command,
 )
@@ -80,7 +80,9 @@ class KubernetesLauncher(Launcher):
 
     def manifest(self, job: Job) -> dict[str, Any]:
         """The manifest of a job."""
-        manifest, container = complete_template(self.template, allowed_name(job.name), job.limits)
+        manifest, container = complete_template(
+            self.template, make_allowed_name(job.name), job.limits
+        )
         python = container.pop("command", [sys.executable])[0]
         container["command"] = [python, "-m", "t0repro.jobs.worker", job.write()]
         if job.secrets:
@@ -92,7 +94,12 @@ class KubernetesLauncher(Launcher):
     def state(self, job: Job) -> LauncherState:
         """A job's state, from its Job's status."""
         found = run_command(
-            "kubectl", "get", "job", allowed_name(job.name), "--ignore-not-found", "--output=json"
+            "kubectl",
+            "get",
+            "job",
+            make_allowed_name(job.name),
+            "--ignore-not-found",
+            "--output=json",
         )
         if not found:
             return job.unlisted_state
@@ -110,7 +117,7 @@ class KubernetesLauncher(Launcher):
 
     def cancel(self, job: Job) -> None:
         """Deletes a job's Job, and its pods with it."""
-        run_command("kubectl", "delete", "job", allowed_name(job.name), "--ignore-not-found")
+        run_command("kubectl", "delete", "job", make_allowed_name(job.name), "--ignore-not-found")
 
 
 def read_template(file: str | os.PathLike[str] | None) -> dict[str, Any]:

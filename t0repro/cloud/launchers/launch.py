@@ -132,7 +132,7 @@ def refuse_secrets(launch: Launch, where: str) -> None:
         )
 
 
-def timed_command(launch: Launch) -> str:
+def limit_command_time(launch: Launch) -> str:
     """The command for a shell; at the time limit it gets the signal, saves and ends."""
     words, seconds = shlex.join(launch.command), launch.limits.seconds
     if seconds is None:
@@ -140,7 +140,7 @@ def timed_command(launch: Launch) -> str:
     return f"timeout --kill-after={SECONDS_TO_SAVE} {math.ceil(seconds)} {words}"
 
 
-def allowed_name(name: str) -> str:
+def make_allowed_name(name: str) -> str:
     """A name as Kubernetes allows it: lower case letters, digits and dashes, at most 63."""
     # Keep the end of a name, which distinguishes attempts.
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[-63:].strip("-")
@@ -148,7 +148,7 @@ def allowed_name(name: str) -> str:
 
 def resource_name(name: str, longest: int = _LONGEST_NAME) -> str:
     """A name as JobSet and TPUs take it: lower case letters, digits and dashes, a letter first."""
-    label = re.sub("^[^a-z]+", "", allowed_name(name))[:longest].strip("-")
+    label = re.sub("^[^a-z]+", "", make_allowed_name(name))[:longest].strip("-")
     if not label:
         raise UserError(
             f"The name {name!r} has no letter from a to z.",

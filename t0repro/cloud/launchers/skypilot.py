@@ -12,9 +12,9 @@ from t0repro.cloud.launchers.launch import (
     PORT,
     Launch,
     environment_of,
+    limit_command_time,
     resource_name,
     run_command,
-    timed_command,
 )
 
 
@@ -62,6 +62,6 @@ def sky_task(launch: Launch) -> dict[str, Any]:
 export T0REPRO_COORDINATOR_ADDRESS=$(echo "$SKYPILOT_NODE_IPS" | head -n 1):{PORT}
 export T0REPRO_PROCESS_COUNT=$SKYPILOT_NUM_NODES
 export T0REPRO_PROCESS_INDEX=$SKYPILOT_NODE_RANK
-{timed_command(launch)}
+{limit_command_time(launch)}
 """,
     }

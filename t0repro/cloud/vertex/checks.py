@@ -151,10 +151,10 @@ def _check_slice(run: Run, topology: str, count: int, compiles: bool) -> Iterato
     from t0repro.runs import fitting, programs
 
     devices, chip = topologies.devices_of(topology)
-    run, partitioning, why = programs.arranged(run, devices)
+    run, partitioning, why = programs.arrange_run(run, devices)
     if why:
         yield why
-    for program in programs.compiled_programs(run, partitioning):
+    for program in programs.compile_programs(run, partitioning):
         verdict = fitting.fits(program, run, partitioning, chip)
         if not program.fits_in(chip):
             raise UserError(

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from typing import Any, Literal
 
-from t0repro.cloud.vertex.google import LOGGING, Place, cloud_errors, connect, overridden
+from t0repro.cloud.vertex.google import LOGGING, Place, cloud_errors, connect, find_overridden_host
 from t0repro.progress import Waiting, say
 
 State = Literal["waiting", "running", "succeeded", "failed", "canceled"]
@@ -146,7 +146,7 @@ def logs_of_job(name: str, place: Place, *, last: int | None = None) -> list[str
     from google.cloud import logging
 
     job = read_job(name, place)
-    endpoint = overridden(LOGGING)
+    endpoint = find_overridden_host(LOGGING)
     # Custom jobs still log under the resource type of Cloud ML Engine, Vertex AI's ancestor.
     query = f'resource.type="ml_job" AND resource.labels.job_id="{job.name.rpartition("/")[2]}"'
     with cloud_errors("read the job's log", where=name):

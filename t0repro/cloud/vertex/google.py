@@ -52,7 +52,7 @@ def connect(place: Place) -> Any:
             project=place.project,
             location=place.location,
             staging_bucket=place.staging_bucket,
-            api_endpoint=overridden(VERTEX),
+            api_endpoint=find_overridden_host(VERTEX),
         )
     except ValueError as error:
         raise UserError(
@@ -83,7 +83,7 @@ def _is_notebook() -> bool:
     return ipython is not None and ipython.get_ipython() is not None
 
 
-def overridden(service: str) -> str | None:
+def find_overridden_host(service: str) -> str | None:
     """The host that gcloud's variable gives for a service in place of Google's own, if any."""
     address = os.environ.get(f"CLOUDSDK_API_ENDPOINT_OVERRIDES_{service}", "")
     # The variable may hold a whole address; the clients take a host.

@@ -64,7 +64,7 @@ def submit(asked: JobSpec, config: JobConfig, place: Place) -> str:
       UserError: If anything refuses it; then nothing of it remains.
     """
     prepared = prepare(asked, config, place)
-    with _staged_files(prepared.staged, storage_client(place.project)):
+    with _stage_files(prepared.staged, storage_client(place.project)):
         return _submit_prepared(prepared, place)
 
 
@@ -84,7 +84,7 @@ def submit_and_track(
     prepared, storage = prepare(asked, config, place), storage_client(place.project)
     staged = prepared.staged
     with (
-        _staged_files(staged, storage),
+        _stage_files(staged, storage),
         experiments.create_run(tracking, prepared.spec, _facts(config, staged), place) as run,
     ):
         record = Record(
@@ -103,7 +103,7 @@ def submit_and_track(
 
 
 @contextlib.contextmanager
-def _staged_files(staged: StagedFiles, storage: Any) -> Iterator[None]:
+def _stage_files(staged: StagedFiles, storage: Any) -> Iterator[None]:
     """Copies files for a job that is submitted in the block; removes them if anything fails."""
     try:
         for name, data in staged.files.items():

@@ -444,7 +444,7 @@ def shipped_files() -> Path:
     return Path(str(t0repro.gin.__file__)).parent
 
 
-def _shipped_as(path: str) -> Path | None:
+def _find_shipped(path: str) -> Path | None:
     """T5X's file in this package for `third_party/py/t5x/configs/runs/eval.gin`, looked for there.
 
     So authors include T5X's files if their copy of T5X is not in a folder of its own.
@@ -455,12 +455,12 @@ def _shipped_as(path: str) -> Path | None:
 
 
 def _is_shipped(path: str) -> bool:
-    file = _shipped_as(path)
+    file = _find_shipped(path)
     return file is not None and file.is_file()
 
 
 def _open_shipped(path: str) -> IO[str]:
-    return open(str(_shipped_as(path)))
+    return open(str(_find_shipped(path)))
 
 
 @contextlib.contextmanager

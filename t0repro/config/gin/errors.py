@@ -92,7 +92,7 @@ def _describe(error: Exception, files: list[str], bindings: Bindings, t5x: bool)
     if missing:
         return no_gin_file(missing[1], _parse_list(missing[2]), _place_in(text) or "--gin_file")
     if re.match(r"'[\w.]+' was not provided by an import statement", text):
-        return _missing_import(text, _place_in(text) or file or ANYWHERE, t5x)
+        return _missing_import_error(text, _place_in(text) or file or ANYWHERE, t5x)
     if isinstance(error, SyntaxError) and (error.text or "").startswith("\ufeff"):
         return UserError(
             "The gin file begins with a byte order mark, which gin does not read.",
@@ -143,7 +143,7 @@ def _importer(error: ModuleNotFoundError) -> str:
     return f", which {frame.filename}:{frame.lineno} imports"
 
 
-def _missing_import(text: str, where: str, t5x: bool) -> UserError:
+def _missing_import_error(text: str, where: str, t5x: bool) -> UserError:
     """The error for a name that no `import` line defines; only T5X's files need such lines."""
     name = text.split("'")[1]
     if t5x:

@@ -20,7 +20,12 @@ import gin
 from t0repro.config.configuration import NotOnJax
 from t0repro.config.gin import door
 from t0repro.config.gin.door import Bindings, record_bindings
-from t0repro.config.mtf.parser import MESH_TRANSFORMER, MeshInputs, deprecated_references, parse
+from t0repro.config.mtf.parser import (
+    MESH_TRANSFORMER,
+    MeshInputs,
+    list_deprecated_references,
+    parse,
+)
 from t0repro.errors import UserError
 
 _MODEL = "t5.models.mtf_model.MtfModel"
@@ -149,7 +154,7 @@ def _read_operative_config(flags: Any) -> None:
             where=flag,
             fix="Give the directory of a trained model.",
         )
-    gin.parse_config_file(path, skip_unknown=deprecated_references())
+    gin.parse_config_file(path, skip_unknown=list_deprecated_references())
 
 
 def _bind_model() -> None:

@@ -78,13 +78,15 @@ def read_optimizer(arguments: Arguments, model: ModelConfig) -> OptimizerConfig 
     reference = arguments.reference("utils.run", "optimizer")
     if reference is None:
         if (bound := door.value_of(full_name("utils.run"), "optimizer")) is not None:
-            arguments.refuse(f"the optimizer {_shown(arguments, bound, 'optimizer')}", "optimizer")
+            arguments.refuse(
+                f"the optimizer {_format_value(arguments, bound, 'optimizer')}", "optimizer"
+            )
         return None
     kind = OPTIMIZERS.get(reference.selector)
     if kind is None:
         arguments.refuse(f"the optimizer {reference.name}", "optimizer")
     names = model.mesh_variables()
-    rules: dict[str, Any] = {"frozen": _frozen(arguments, names)}
+    rules: dict[str, Any] = {"frozen": _find_frozen(arguments, names)}
     options = arguments.read(reference.selector, reference.scope)
     if kind is AdafactorConfig:
         rules |= _adafactor_rules(arguments, reference, options, names)
@@ -103,7 +105,7 @@ def read_optimizer(arguments: Arguments, model: ModelConfig) -> OptimizerConfig 
     return arguments.settings(kind, "optimizer.", scope=reference.scope, **rules)
 
 
-def _frozen(arguments: Arguments, names: Mapping[str, str]) -> tuple[str, ...]:
+def _find_frozen(arguments: Arguments, names: Mapping[str, str]) -> tuple[str, ...]:
     """Paths of the parameters that run.variable_filter excludes from training."""
     pattern = arguments.run["variable_filter"]
     if pattern is None:
@@ -184,7 +186,7 @@ def read_schedule(
         return ScheduleConfig(_PRODUCT, product, total_train_steps)
     reference = door.reference_to(bound)
     if reference is None:
-        what = f"the schedule {_shown(arguments, bound, 'learning_rate_schedule')}"
+        what = f"the schedule {_format_value(arguments, bound, 'learning_rate_schedule')}"
         arguments.refuse(what, "learning_rate_schedule")
     name, values = _read_function(arguments, reference)
     for argument in values:
@@ -219,6 +221,6 @@ def _read_factors(arguments: Arguments, raw: Any, scope: str) -> list[Any]:
     return factors
 
 
-def _shown(arguments: Arguments, bound: Any, argument: str) -> str:
+def _format_value(arguments: Arguments, bound: Any, argument: str) -> str:
     """A value of `utils.run`; one that gin calls, as it is written."""
     return door.format_value(bound) if door.is_reference(bound) else repr(arguments.run[argument])

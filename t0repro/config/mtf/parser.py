@@ -80,7 +80,7 @@ def parse(inputs: MeshInputs, *, warn: bool = True, with_packages: bool = True) 
         bindings = _parse_files(inputs)
         warnings = check_references(bindings)  # refuses, too
         if warn:
-            for warning in (*_skipped_imports(inputs), *warnings):
+            for warning in (*_list_skipped_imports(inputs), *warnings):
                 print(printable(f"warning: {warning}"), file=sys.stderr)
     # By now the place that binds the mixture's name is known.
     with configuration_errors(bindings):
@@ -95,7 +95,7 @@ def parse(inputs: MeshInputs, *, warn: bool = True, with_packages: bool = True) 
     return bindings
 
 
-def _skipped_imports(inputs: MeshInputs) -> Iterator[str]:
+def _list_skipped_imports(inputs: MeshInputs) -> Iterator[str]:
     """A line for each missing module that gin files import in vain, as gin skips those in silence.
 
     Those of the packages' older versions, in every released operative_config.gin, get none.
@@ -115,7 +115,7 @@ def _skipped_imports(inputs: MeshInputs) -> Iterator[str]:
             yield f"{line.place}: {what}"
 
 
-def deprecated_references() -> tuple[str, ...]:
+def list_deprecated_references() -> tuple[str, ...]:
     """The references that gin skips: those on the list of t5's module, or once on it."""
     return (*stand_ins.read_signatures()["deprecated"], *_ONCE_DEPRECATED)
 
@@ -124,7 +124,7 @@ def _parse_files(inputs: MeshInputs) -> Bindings:
     skip: Any = inputs.skip_unknown
     if skip is not True:
         # t5's list always applies, whatever the user adds.
-        skip = (*deprecated_references(), *(skip or ()))
+        skip = (*list_deprecated_references(), *(skip or ()))
     # gin's state is global to the process, which may have parsed another command line before.
     gin.clear_config()
     door.extend_readers()

@@ -110,7 +110,7 @@ def parse(inputs: T5xInputs) -> Parsed:
                 check_allowed(module, inputs.import_allowlist, data.places["module"])
                 imports.users.append(module)
         text = without_passwords(gin.operative_config_str())
-        of_users = {each: door.resolve_bindings(*each) for each in _bound_by_users()}
+        of_users = {each: door.resolve_bindings(*each) for each in _find_user_bindings()}
     # Their own code calls them, when it is imported or makes a dataset.
     for (scope, selector), arguments in of_users.items():
         for argument, value in arguments.items():
@@ -165,7 +165,7 @@ def _files_in_gin(inputs: T5xInputs) -> Iterator[tuple[Bindings, modules.Imports
         yield bindings, imports
 
 
-def _bound_by_users() -> list[Reference]:
+def _find_user_bindings() -> list[Reference]:
     """The functions of the user's modules that are bound to plain values, by their scopes."""
     return [
         Reference(scope, selector)
@@ -250,7 +250,7 @@ def _list_calls(selector: str, bindings: Bindings) -> list[Reference]:
             if other.startswith(f"{call.selector}."):
                 visit(Reference(call.scope, other))
 
-    for call in (Reference("", selector), *_bound_by_users()):
+    for call in (Reference("", selector), *_find_user_bindings()):
         visit(call)
     return list(calls)
 
