@@ -92,10 +92,12 @@ class CheckpointNotFound(UserError):
 def _find(path: str, step: int | None, source: Format | None) -> CheckpointRef:
     if (ref := checkpoint_at(path)) and _is_of(ref, source):
         if step not in (None, ref.step):
+            folder = os.path.dirname(str(path).rstrip("/")) or "."
+            beside = step in [other.step for other in list_checkpoints(folder)]
             raise UserError(
                 f"The path names step {ref.step}, but step {step} was requested.",
                 where=path,
-                fix="Leave the step out.",
+                fix=f"Leave the step out{f', or give the folder, {folder}' if beside else ''}.",
             )
         return ref
     if not storage.is_directory(path):

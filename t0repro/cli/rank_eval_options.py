@@ -26,11 +26,11 @@ class EvaluationOptions:
     mixture: Annotated[str, typer.Option(help="A mixture, or a task.")]
     out: Annotated[Path, typer.Option(callback=output, help="Folder for scores and report.")]
     step: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             metavar="N,...|all",
-            help="Step of the checkpoint. Of several steps, or all, the report is of the last, with"
-            " the accuracy by step.",
+            help="Step of the checkpoint; repeatable. Of several steps, or all, the report is of"
+            " the last, with the accuracy by step.",
             show_default="the latest",
         ),
     ] = None

@@ -225,11 +225,12 @@ def _finds_results_to_remove(
     if not claims and (unclaimed := _find_unclaimed(out)):
         differences = [f"it does not say what its {unclaimed} is of"]
     if differences and not force:
+        only_step = bool(claims) and not any(_differences(each, compared, True) for each in claims)
         raise UserError(
             f"This folder holds another evaluation: {'; '.join(differences)}.",
             where=str(out),
             fix="Choose another --out; --force removes what is there"
-            + (", --add_step keeps the other steps." if "step" in claim else "."),
+            + (", --add_step keeps the other steps." if only_step else "."),
         )
     return bool(differences)
 
@@ -276,7 +277,9 @@ def _differences(other: Mapping[str, Any], claim: Mapping[str, Any], add_step: b
 
 
 def _in_words(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return "none" if value is None else str(value)
 
 
 def _find_unclaimed(out: Path) -> str | None:

@@ -30,9 +30,12 @@ def mixed(tmp_path, tiny_family, mesh_variables, write_mesh_checkpoint):
 
 
 def test_a_step_beside_a_path_that_names_another_is_to_be_left_out(mixed):
+    with pytest.raises(UserError, match="The path names step 5, but step 8") as refused:
+        find_checkpoint(mixed / "checkpoint_5", 8)
+    assert refused.value.fix == "Leave the step out."
     with pytest.raises(UserError, match="The path names step 5, but step 7") as refused:
         find_checkpoint(mixed / "checkpoint_5", 7)
-    assert refused.value.fix == "Leave the step out."
+    assert refused.value.fix == f"Leave the step out, or give the folder, {mixed}."
 
 
 def test_in_a_mixed_directory_the_higher_step_wins(mixed):

@@ -148,9 +148,22 @@ def test_all_steps_give_one_report_with_accuracy_by_step_after_a_kill_too(tmp_pa
     assert "| dataset | chance | 7 | 8 |" in markdown
     with heard_by(lambda text: None):
         assert not [found for found in verify(out, prompts, sample=1) if not found.agrees]
-    for steps, said in (("--step=7,8", "names 2"), ("--step=7-8", "'7-8' is not a step")):
-        asked = words(model_dir, out, steps, "--adapter=x", "--dry_run")
+    for steps, said in (
+        ("--step=7,8", "names 2"),
+        ("--step=7 --step=8", "--step=7,8 names 2"),
+        ("--step=7-8", "'7-8' is not a step"),
+    ):
+        asked = words(model_dir, out, *steps.split(), "--adapter=x", "--dry_run")
         assert said in commands.run("t0repro", *asked).stderr
+
+
+def test_a_step_without_a_checkpoint_is_refused_before_another_is_scored(
+    model_dir, tmp_path, monkeypatch, capsys
+):
+    asked = words(model_dir, tmp_path / "out", "--step=7,9")
+    code, _, printed = in_process(monkeypatch, capsys, *asked)
+    assert code == 2 and "no checkpoint of step 9; it has step 7" in printed
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -190,7 +203,7 @@ def test_a_second_run_into_the_same_folder_is_refused_at_once(model_dir, tmp_pat
 
 
 def test_force_and_add_step_contradict_each_other():
-    asked = types.SimpleNamespace(adapter=None, checkpoint="c", step="1")
+    asked = types.SimpleNamespace(adapter=None, checkpoint="c", step=None)
     options = ResultOptions(force=True, add_step=True)
     with pytest.raises(UserError, match="removes what OUT holds, and --add_step keeps it"):
         run(asked, None, options, None, None)

@@ -202,7 +202,7 @@ def test_results_of_two_checkpoints_do_not_mix_in_one_folder(
     ("changes", "words"),
     [
         ({"limit": 2}, "limit 3, not 2"),
-        ({"limit": None}, "limit 3, not None"),
+        ({"limit": None}, "limit 3, not none"),
         ({"calibrated": True}, "calibrated False, not True"),
         ({"activation": "bfloat16"}, "activation float32, not bfloat16"),
         ({"lengths": {"inputs": 64, "targets": 32}}, "lengths .*128.*, not .*64"),
@@ -241,11 +241,17 @@ def test_steps_share_a_folder_only_if_told_to_and_only_with_the_same_settings(
     out = tmp_path / "out"
     shutil.copytree(evaluated[0], out)
     other = save_model(tmp_path / "other", seed=1, step=8)
-    with pytest.raises(UserError, match=r"step 7 \(.*\), not step 8 \(.*other"):
+    with pytest.raises(UserError, match=r"step 7 \(.*\), not step 8 \(.*other") as refused:
         evaluate(other, out)
-    fewer = dataclasses.replace(SETTINGS, limit=2)
-    with pytest.raises(UserError, match="another evaluation: limit 3, not 2"):
-        evaluate(other, out, fewer, add_step=True)
+    assert "--add_step keeps the other steps" in refused.value.fix
+    fewer, all_inputs = (dataclasses.replace(SETTINGS, limit=limit) for limit in (2, None))
+    for settings, said in ((fewer, "2"), (all_inputs, "none")):
+        for add_step in (False, True):
+            with pytest.raises(
+                UserError, match=f"another evaluation: .*limit 3, not {said}"
+            ) as refused:
+                evaluate(other, out, settings, add_step=add_step)
+            assert "--add_step" not in refused.value.fix
     outcome = evaluate(other, out, add_step=True)
     assert len(outcome.tasks) == 9 and not outcome.finished
     for step in (7, 8):

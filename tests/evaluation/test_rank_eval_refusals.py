@@ -42,8 +42,11 @@ def test_a_damaged_cache_of_prompted_tasks_is_refused_before_anything_is_scored(
 
 
 def test_tasks_that_are_not_cached_are_named(model_dir, prompts, tmp_path):
-    with pytest.raises(UserError, match=rf"of {MIXTURE!r} are not cached \(. of .\): demo_"):
+    with pytest.raises(
+        UserError, match=rf"of {MIXTURE!r} are not cached \(. of .\): demo_"
+    ) as error:
         evaluate(model_dir, tmp_path / "out", dataclasses.replace(SETTINGS, use_cached=True))
+    assert "or, for rank-eval, no --cache_dir" in error.value.fix
 
 
 def test_a_nan_score_stops_the_run_naming_task_example_and_step(prompts, tmp_path):

@@ -73,7 +73,7 @@ def run(
     steps = _steps(asked.checkpoint, asked.step)
     if adapters and len(steps) > 1:
         raise UserError(
-            f"An adapter has one base, and --step={asked.step} names {len(steps)}.",
+            f"An adapter has one base, and --step={','.join(asked.step or ())} names {len(steps)}.",
             where="--step, --adapter",
             fix="Give one step, or leave --adapter out.",
         )
@@ -179,15 +179,15 @@ def paths_by_label(adapters: Sequence[str]) -> dict[str, str]:
     return paths
 
 
-def _steps(path: str, step: str | None) -> Sequence[int | None]:
+def _steps(path: str, step: Sequence[str] | None) -> Sequence[int | None]:
     """The steps that --step names, ascending; None is the latest.
 
     Raises:
       UserError: If it names none, or there is no checkpoint.
     """
-    if step is None:
+    if not step:
         return [None]
-    if step == "all":
+    if list(step) == ["all"]:
         # By the time another process looks, there may be a newer one.
         found = broadcast_from_first(lambda: [ref.step for ref in sources.list_checkpoints(path)])
         there = {number for number in found if number is not None}
@@ -195,13 +195,17 @@ def _steps(path: str, step: str | None) -> Sequence[int | None]:
             say(f"note: --step=all: {path} has one checkpoint, of step {max(there)}")
         return sorted(there) or [sources.find_checkpoint(path).step]
     try:
-        return sorted({int(number) for number in step.split(",")})
+        numbers = sorted({int(number) for each in step for number in each.split(",")})
     except ValueError as error:
         raise UserError(
-            f"{step!r} is not a step.",
+            f"{','.join(step)!r} is not a step.",
             where="--step",
             fix="Give a number, several (100,200), or all.",
         ) from error
+    # Now: the first step's scores would otherwise come hours before the news that the last is none.
+    for number in numbers:
+        sources.find_checkpoint(path, number)
+    return numbers
 
 
 def _open_checkpoints(
