@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -114,7 +116,12 @@ _tokenize = tf.autograph.experimental.do_not_convert(seqio.preprocessors.tokeniz
 
 
 def check_features(
-    task: seqio.Task, split: str, lengths: Mapping[str, int] | None, *, use_cached: bool = False
+    task: seqio.Task,
+    split: str,
+    lengths: Mapping[str, int] | None,
+    *,
+    use_cached: bool = False,
+    seed: int | None = None,
 ) -> None:
     """Checks that a task's preprocessors give its output features; reads no example.
 
@@ -123,10 +130,11 @@ def check_features(
       split: One of its splits.
       lengths: Tokens per feature; None stands for any.
       use_cached: Whether it is read from its cache, if it has a place for one.
+      seed: The seed with which it is read.
 
     Raises:
-      UserError: If a feature is missing, or has another type or rank; or if its vocabulary's ids
-        are not what T5 takes them for.
+      UserError: If a feature is missing, or has another type or rank; if its vocabulary's ids are
+        not what T5 takes them for; or if its dataset function takes no seed and one is given.
     """
     for feature in task.output_features.values():
         check_ids(getattr(feature, "vocabulary", None))
@@ -134,17 +142,50 @@ def check_features(
     lengths = lengths or dict.fromkeys(task.output_features, 512)
     cached = use_cached and task.supports_caching
     try:
-        task.get_dataset(lengths, split, use_cached=cached, shuffle=False)
+        task.get_dataset(lengths, split, use_cached=cached, shuffle=False, seed=seed)
     except ValueError as error:
-        # SeqIO's check of features, which otherwise ends a run that has started.
-        if not str(error).startswith("Task dataset "):
+        # SeqIO's checks of features and of functions, which otherwise end a run that has started.
+        if str(error).startswith("Task dataset "):
+            fix = (
+                "Correct its preprocessors (a reader's field names, for instance), or the"
+                " output_features with which seqio.TaskRegistry.add registers it."
+            )
+        elif takes_no_seed(task.source) and "'seed'" in str(error):
+            fix = "Give the function a third parameter, seed=None."
+        else:
             raise
         raise UserError(
-            f"The task {task.name} cannot be read: {error}.",
-            where=f"split {split!r}",
-            fix="Correct its preprocessors (a reader's field names, for instance), or the"
-            " output_features with which seqio.TaskRegistry.add registers it.",
+            f"The task {task.name} cannot be read: {error}.", where=f"split {split!r}", fix=fix
         ) from error
+
+
+def takes_no_seed(source: seqio.DataSource) -> bool:
+    """Whether a source is a function of a split and shuffle_files alone, which SeqIO allows."""
+    if not isinstance(source, seqio.FunctionDataSource):
+        return False
+    return [*inspect.signature(source._dataset_fn).parameters][2:3] != ["seed"]
+
+
+@contextlib.contextmanager
+def read_without_seed(tasks: Iterable[Any]) -> Iterator[None]:
+    """Context in which dataset functions that take no seed are called without one.
+
+    SeqIO refuses to call them with a seed, but without one they can be trained on.
+    """
+    sources = [task.source for task in tasks if takes_no_seed(task.source)]
+    for source in sources:
+        # Replace the method for this object only.
+        source.get_dataset = functools.partial(_get_without_seed, source.get_dataset)
+    try:
+        yield
+    finally:
+        for source in sources:
+            del source.get_dataset
+
+
+def _get_without_seed(get_dataset: Callable[..., Any], *, seed: int | None, **options: Any) -> Any:
+    del seed
+    return get_dataset(**options)
 
 
 class PromptedSource(PromptedRows, seqio.FunctionDataSource):

@@ -28,7 +28,7 @@ from t0repro.data.checks import missing_split_error
 from t0repro.data.described_batches import make_mesh_batches, make_mesh_rows
 from t0repro.data.resuming import Batch
 from t0repro.errors import UserError
-from t0repro.tasks.registry import is_described
+from t0repro.tasks.registry import find_tasks, is_described
 
 # The features that Mesh TensorFlow's model reads
 # (mesh_tensorflow.transformer.utils._MODEL_FEATURES).
@@ -180,15 +180,20 @@ def mesh_train_dataset(data: TrainDataConfig, lengths: Mapping[str, int], seed: 
     compat.install()
     from t5.models import mesh_transformer
 
-    return mesh_transformer.mesh_train_dataset_fn(
-        mixture_or_task_name=data.mixture_or_task_name,
-        sequence_length=dict(lengths),
-        dataset_split=data.split,
-        shuffle=data.shuffle,
-        seed=seed,
-        use_cached=data.use_cached,
-        pack=data.pack,
-    )
+    from t0repro.tasks.seqio_tasks import read_without_seed
+
+    # Mesh TensorFlow gives dataset functions no seed unless one is bound, and some take none.
+    unseeded = find_tasks(data.mixture_or_task_name) if data.seed is None else []
+    with read_without_seed(unseeded):
+        return mesh_transformer.mesh_train_dataset_fn(
+            mixture_or_task_name=data.mixture_or_task_name,
+            sequence_length=dict(lengths),
+            dataset_split=data.split,
+            shuffle=data.shuffle,
+            seed=seed,
+            use_cached=data.use_cached,
+            pack=data.pack,
+        )
 
 
 def _batches(rows: Iterator[Batch], config: MeshEvalRun) -> Iterator[Batch]:

@@ -13,6 +13,7 @@ from t0repro.config.data import Converter, SeqioDataConfig
 from t0repro.config.gin.errors import unknown_mixture
 from t0repro.config.model import ModelConfig
 from t0repro.data.cached import count_examples, shards_of
+from t0repro.data.fingerprints import compute_rate
 from t0repro.errors import UserError
 from t0repro.partitioning.processes import gather, is_alone
 from t0repro.progress import say
@@ -42,7 +43,7 @@ from t0repro.words import counted, shortened, some
 _NAMES_SHOWN = 5
 
 
-def check_data(inputs: RunInputs, *, skip_missing: bool = False) -> None:
+def check_data(inputs: RunInputs, *, skip_missing: bool = False, seed: int | None = None) -> None:
     """Checks that the run's mixture is registered and its rows are available.
 
     A run that reads text files, or uses a dataset function other than t5's, names no mixture and is
@@ -52,6 +53,7 @@ def check_data(inputs: RunInputs, *, skip_missing: bool = False) -> None:
       inputs: The run's inputs.
       skip_missing: Whether to drop tasks from the mixture that cannot be read, and list them on
         stderr.
+      seed: The seed that is bound for the data, if any.
 
     Raises:
       UserError: If there is no such mixture, or rows or caches are missing.
@@ -65,7 +67,10 @@ def check_data(inputs: RunInputs, *, skip_missing: bool = False) -> None:
         check_same_tasks(name, inputs.split)
     check_readable(name, inputs.split, use_cached=inputs.use_cached)
     tasks = tasks_with_split(name, inputs.split)
-    check_features(tasks, inputs.split, inputs.sequence_length, use_cached=inputs.use_cached)
+    lengths, cached = inputs.sequence_length, inputs.use_cached
+    check_features(tasks, inputs.split, lengths, use_cached=cached, seed=seed)
+    if inputs.mode == "train":
+        check_rates(name, tasks)
     if inputs.mode == "train" and inputs.sequence_length is not None:
         # Packing takes every feature's length, also one that no model reads.
         features = find_tasks(name)[0].output_features
@@ -200,8 +205,30 @@ def check_tokens(tasks: Sequence[Any], model: ModelConfig, *, mesh: bool = False
                 )
 
 
+def check_rates(name: str, tasks: Sequence[Any]) -> None:
+    """Raises UserError if a mixture's rate of one of its tasks cannot be computed."""
+    for task in tasks:
+        try:
+            compute_rate(name, task)
+        except UserError:
+            raise
+        except Exception as error:  # a user's function may raise any
+            raise UserError(
+                f"The rate of the task {task.name} in {name} cannot be computed:"
+                f" {shortened(f'{type(error).__name__}: {error}', 200)}",
+                where="seqio.MixtureRegistry.add",
+                fix="A rate by number of examples needs the task's cache, or num_input_examples"
+                " where its source is made; or give the mixture a number as the task's rate.",
+            ) from error
+
+
 def check_features(
-    tasks: Sequence[Any], split: str, lengths: Mapping[str, int] | None, *, use_cached: bool
+    tasks: Sequence[Any],
+    split: str,
+    lengths: Mapping[str, int] | None,
+    *,
+    use_cached: bool,
+    seed: int | None = None,
 ) -> None:
     """Checks that each task gives its output features; see `seqio_tasks.check_features`."""
     for task in tasks:
@@ -214,7 +241,8 @@ def check_features(
         else:
             from t0repro.tasks import seqio_tasks
 
-            seqio_tasks.check_features(task, split, lengths, use_cached=use_cached)
+            options = {"use_cached": use_cached, "seed": seed}
+            seqio_tasks.check_features(task, split, lengths, **options)
 
 
 def splits_of(task: Any) -> Sequence[str]:

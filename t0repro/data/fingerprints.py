@@ -48,7 +48,8 @@ def fingerprint_mixture(name: str, split: str, *, use_cached: bool) -> dict[str,
             parts = fingerprint_rows(description, split)
         else:
             parts = _fingerprint_source(task.source, split)
-        parts_by_task[task.name] = {**parts, **_rate(name, task)}
+        rate = compute_rate(name, task)
+        parts_by_task[task.name] = {**parts, **({} if rate is None else {"rate": rate})}
     return parts_by_task
 
 
@@ -103,14 +104,15 @@ def differences(then: Fingerprint, now: Fingerprint) -> list[str]:
     return changed
 
 
-def _rate(mixture: str, task: Any) -> dict[str, float]:
+def compute_rate(mixture: str, task: Any) -> float | None:
+    """The rate of a task in a mixture; None if the name is a task's."""
     if mixture not in registered_mixtures():
-        return {}
+        return None
     if isinstance(task, DescribedTask):
-        return {"rate": prompted_mixtures()[mixture].rate(task.name)}
+        return prompted_mixtures()[mixture].rate(task.name)
     import seqio
 
-    return {"rate": seqio.MixtureRegistry.get(mixture).get_rate(task)}
+    return seqio.MixtureRegistry.get(mixture).get_rate(task)
 
 
 def _digest_of_origin(origin: Mapping[str, Any]) -> str:

@@ -166,7 +166,8 @@ def _mesh_data(configuration: Configuration, skip_missing: bool) -> None:
     from t0repro.data import checks
 
     inputs, config = configuration.inputs, configuration.run_or_refusal
-    checks.check_data(inputs, skip_missing=skip_missing)
+    data = config.plan.train_data if isinstance(config, TrainRun) else None
+    checks.check_data(inputs, skip_missing=skip_missing, seed=data and data.seed)
     if inputs.mixture_or_task_name is not None and isinstance(config, Run):
         tasks = checks.tasks_with_split(inputs.mixture_or_task_name, inputs.split)
         checks.check_tokens(tasks, config.model, mesh=True)
@@ -270,7 +271,12 @@ def _data(
     if data.converter != "pass_through":
         checks.check_tokens(tasks, model)
     checks.check_lengths(name, data.sequence_length, data.converter)
-    checks.check_features(tasks, split, data.sequence_length, use_cached=data.use_cached)
+    # T5X draws a seed to train if none is bound.
+    seed = {"train": 0, "train_eval": data.seed}.get(reads)
+    cached = data.use_cached
+    checks.check_features(tasks, split, data.sequence_length, use_cached=cached, seed=seed)
+    if reads in ("train", "train_eval"):
+        checks.check_rates(name, tasks)
     check_vocabularies(name, *vocabularies, decoder_only=model.decoder_only)
     check_rows(model.vocab_size, *vocabularies, decoder_only=model.decoder_only)
     yield f"the tasks' vocabularies are the model's ({model.vocab_size:,} rows)"

@@ -3,6 +3,7 @@
 import dataclasses
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import seqio
 
@@ -20,6 +21,7 @@ from t0repro.data.checks import (
 from t0repro.data.train_data import TrainBatches
 from t0repro.data.vocabulary_checks import check_rows, check_vocabularies
 from t0repro.errors import UserError
+from t0repro.runs import preflight
 from t0repro.tasks.availability import missing_tasks
 from t0repro.tasks.demo.datasets import VOCABULARY
 from t0repro.tasks.registration import add_prompted_task
@@ -122,6 +124,71 @@ def test_a_task_that_seqio_cannot_cache_is_read_without(without_placeholder):
         == {}
     )
     assert next(batches_of(without_placeholder))["inputs"].tolist() == [[2, 3, 0, 0]] * 3
+
+
+@pytest.fixture
+def without_seed():
+    """A task whose dataset function is as t5's own pages wrote them before SeqIO had seeds."""
+    compat.install()
+    import seqio
+    import tensorflow as tf
+
+    def rows(split, shuffle_files=False):
+        tokens = [[number] for number in range(2, 8)]
+        return tf.data.Dataset.from_tensor_slices({"inputs": tokens, "targets": tokens})
+
+    feature = seqio.Feature(seqio.PassThroughVocabulary(9), add_eos=False, dtype=tf.int32)
+    yield seqio.TaskRegistry.add(
+        "without_seed",
+        seqio.FunctionDataSource(rows, splits=["train"]),
+        output_features={"inputs": feature, "targets": feature},
+        preprocessors=[],
+    )
+    seqio.TaskRegistry.remove("without_seed")
+
+
+def test_a_dataset_function_without_a_seed_is_read_unless_one_is_bound(without_seed):
+    """Mesh TensorFlow gives it none unless one is bound; SeqIO refuses to give it one."""
+    name, lengths = without_seed.name, {"inputs": 4, "targets": 4}
+    inputs = SimpleNamespace(
+        mode="train",
+        mixture_or_task_name=name,
+        split="train",
+        use_cached=False,
+        sequence_length=lengths,
+    )
+    check_data(inputs)
+    batches = batches_of(name, seed=None)
+    read = np.concatenate([next(batches)["inputs"][:, 0] for _ in range(2)])
+    assert sorted(read) == [*range(2, 8)]
+    data = SeqioDataConfig(name, lengths, "train", 1, False, None)
+    model = SimpleNamespace(decoder_only=False)
+    checks = [
+        lambda: check_data(inputs, seed=1),
+        lambda: list(preflight._data(data, model, (None, None), "train")),
+    ]
+    for check in checks:
+        with pytest.raises(UserError, match="The task without_seed cannot be read") as refused:
+            check()
+        assert "seed=None" in refused.value.fix
+
+
+def test_a_rate_that_cannot_be_computed_is_refused_before_anything_starts(without_seed):
+    by_examples = seqio.mixing_rate_num_examples
+    seqio.MixtureRegistry.add("of_unknown_rates", [without_seed.name], default_rate=by_examples)
+    inputs = SimpleNamespace(
+        mode="train",
+        mixture_or_task_name="of_unknown_rates",
+        split="train",
+        use_cached=False,
+        sequence_length={"inputs": 4, "targets": 4},
+    )
+    try:
+        with pytest.raises(UserError, match="rate of the task without_seed in of_unknown") as error:
+            check_data(inputs)
+    finally:
+        seqio.MixtureRegistry.remove("of_unknown_rates")
+    assert "num_input_examples" in error.value.fix
 
 
 def test_the_state_of_its_python_functions_is_not_saved(without_placeholder):
@@ -239,14 +306,17 @@ def without_inputs():
 def test_a_task_that_lacks_a_feature_is_named_by_every_check_before_anything_starts(
     without_inputs, tmp_path
 ):
-    from t0repro.runs import preflight
     from t0repro.tasks.checking import Verdict, check_tasks, tasks_without_prompts
     from t0repro.tasks.prompt_cache import seqio_plan
 
     name, lengths = without_inputs.name, {"inputs": 4, "targets": 4}
     message = f"The task {name} cannot be read: .*missing expected output feature.*: inputs"
     inputs = SimpleNamespace(
-        mixture_or_task_name=name, split="train", use_cached=False, sequence_length=lengths
+        mode="train",
+        mixture_or_task_name=name,
+        split="train",
+        use_cached=False,
+        sequence_length=lengths,
     )
     data = SeqioDataConfig(name, lengths, "train", 1, False, 1)
     model = SimpleNamespace(decoder_only=False)
