@@ -12,7 +12,7 @@ import codecs
 import csv
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +108,11 @@ _KINDS: tuple[Callable[[str], Any], ...] = (_read_int, _read_float, _TRUTH.__get
 def _header(path: Path) -> list[str]:
     with open(path, newline="", encoding="utf-8-sig") as file:
         try:
-            names = next(csv.reader(file, delimiter=DELIMITERS[path.suffix]), [])
+            # Blank lines before the header are skipped, as those below it.
+            names = next(filter(None, csv.reader(file, delimiter=DELIMITERS[path.suffix])), [])
         except UnicodeDecodeError as error:
             raise _not_utf8(path, error) from error
-    # pandas' name for the index that it writes without one.
-    names = [name or f"Unnamed: {at}" for at, name in enumerate(names)]
+    names = _name_unnamed(names)
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise _broken_row_error(path, 1, f"the header has {twice[0]!r} twice")
@@ -125,6 +125,21 @@ def _header(path: Path) -> list[str]:
     return names
 
 
+def _name_unnamed(names: Sequence[str]) -> list[str]:
+    """Names of all columns: pandas' for an index, which it writes without a name.
+
+    A file that was read and written with its index again has two.
+    """
+    taken = {*names}
+    named = list(names)
+    for at, name in enumerate(names):
+        if not name:
+            free = (f"Unnamed: {at}" + (f".{n}" if n else "") for n in itertools.count())
+            named[at] = next(each for each in free if each not in taken)
+            taken.add(named[at])
+    return named
+
+
 def _records(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Yields (its last line's number, its fields) of each row."""
     csv.field_size_limit(_LONGEST_FIELD)
@@ -132,7 +147,7 @@ def _records(path: Path) -> Iterator[tuple[int, list[str]]]:
     with open(path, newline="", encoding="utf-8-sig") as file:
         reader = csv.reader(file, delimiter=DELIMITERS[path.suffix], strict=True)
         try:
-            next(reader)
+            next(filter(None, reader))
             begins = reader.line_num + 1
             for fields in reader:
                 begins = reader.line_num + 1
@@ -148,9 +163,8 @@ def _records(path: Path) -> Iterator[tuple[int, list[str]]]:
             # The module's words for a quotation mark that nothing closes.
             unclosed = str(error) == "unexpected end of data"
             reason = "the quotation mark of a field is not closed" if unclosed else str(error)
-            raise _broken_row_error(
-                path, begins if unclosed else reader.line_num + 1, reason
-            ) from error
+            line = begins if unclosed else reader.line_num
+            raise _broken_row_error(path, line, reason) from error
 
 
 def _not_utf8(path: Path, error: UnicodeDecodeError) -> UserError:

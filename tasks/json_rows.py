@@ -1,4 +1,4 @@
-"""Reads rows from JSON: an object a line, or one list of objects in a `.json` file; or gzipped."""
+"""Reads rows from JSON: an object a line, or one list of objects; or gzipped."""
 
 from __future__ import annotations
 
@@ -79,9 +79,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _is_list(path: Path) -> bool:
-    """Whether a `.json` file has one list, as pandas writes it, rather than an object a line."""
-    if path.name.endswith(_LINES):
-        return False
+    """Whether a file has one list, as pandas writes it, rather than an object a line."""
     with _open(path) as file:
         # Not a line, which may be the whole list.
         return file.read(_HEAD).removeprefix(BOM_UTF8).lstrip().startswith(b"[")

@@ -32,6 +32,10 @@ TEXTS = [
     'a,b\n"say ""hi""",2\n\'q\',3\n',
     "a\n\u0661\n2\n",
     "a\nTrue\n1\n",
+    # An index that pandas wrote, read and wrote again.
+    ",Unnamed: 0,a\n0,0,x\n",
+    ",Unnamed: 0.1,Unnamed: 0,a\n0,0,0,x\n",
+    "\n\na,b\n1,x\n",
 ]
 
 
@@ -72,6 +76,7 @@ def test_a_row_is_found_by_the_line_it_ends_on(tmp_path):
         (b"a,a\n1,2\n", 1, "the header has 'a' twice"),
         (b"", 1, "the file has no header"),
         (b'a,b\n"open,2\nx,3\n', 2, "the quotation mark of a field is not closed"),
+        (b'a,b\n1,x\n2,"y" z\n3,x\n', 3, "',' expected after"),
         (b"a;b\n1;2\n", 1, "the header is one field, 'a;b', which ';' separates"),
         (b"a,b\nx,1\n\xff,2\n", 3, "it is not UTF-8"),
         ("a,b\nx,1\n".encode("utf-16"), 1, "the file is UTF-16; save it as UTF-8"),

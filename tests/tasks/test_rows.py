@@ -181,8 +181,9 @@ def test_a_folder_of_save_to_disk_whose_list_of_files_is_damaged_is_named(tmp_pa
         find_reader(tmp_path, "super_glue", "rte", "train")
 
 
-def test_a_list_of_rows_is_read_and_its_broken_row_named(tmp_path):
-    path = tmp_path / "train.json"
+@pytest.mark.parametrize("name", ["train.json", "train.jsonl"])
+def test_a_list_of_rows_is_read_and_its_broken_row_named(tmp_path, name):
+    path = tmp_path / name
     path.write_text(json.dumps(ROWS, indent=1))
     assert list(rows.read_rows(path, 2, 4)) == ROWS[2:4]
     assert rows.number_of_rows(path) == len(ROWS)
