@@ -272,6 +272,23 @@ class _Deferred:
         return function_of_class(getattr(module, name))
 
 
+class _Absent:
+    """A module of T5X without a substitute: refused when a gin file first refers to a name in it.
+
+    In an author's copy of T5X, it may only register tasks, and then nothing refers to it.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __getattr__(self, _: str) -> Any:
+        parent = self._name.rpartition(".")[0]
+        raise UserError(
+            f"t0repro does not support the module {self._name}.",
+            fix=f"Nearest: {nearest_names(self._name, MODULES, count=3)} (of {parent}).",
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Imports:
     """The imports of gin files other than the modules served to them.
@@ -305,11 +322,13 @@ def serve_modules() -> Iterator[Imports]:
                 imports.users.append(name)
             # As Python's own __import__: the module itself with a `from` list, else its root.
             return _Deferred(name if fromlist else root)
-        if fromlist:
-            return _module(name)
-        if root not in _OF_OPTAX and not any(f"{x}.".startswith(f"{name}.") for x in MODULES):
+        absent = name not in _OF_OPTAX and not any(f"{x}.".startswith(f"{name}.") for x in MODULES)
+        # No module of optax registers tasks.
+        if absent and root not in _OF_OPTAX:
             imports.absent.append(name)
-        return _module(root)
+        if not fromlist:
+            return _module(root)
+        return _Absent(name) if absent else _module(name)
 
     with door.replace_import(import_for_gin):
         yield imports
@@ -322,13 +341,6 @@ def _module(name: str) -> _Served:
     inside = {
         key[len(name) + 1 :].partition(".")[0] for key in MODULES if key.startswith(f"{name}.")
     }
-    if not contents and not inside and name not in _OF_OPTAX:
-        parent = name.rpartition(".")[0]
-        raise UserError(
-            f"t0repro does not support the module {name}.",
-            fix=f"Nearest: {nearest_names(name, MODULES, count=3)}"
-            + (f" (of {parent})." if parent else "."),
-        )
     # Sorted: messages list them, and a set has another order in each process.
     inner = {child: _module(f"{name}.{child}") for child in sorted(inside)}
     return _Served(name, contents | inner)
