@@ -266,6 +266,12 @@ def tasks_of_mixture(name: str, option: str = "--mixture") -> Sequence[str]:
     mixtures = registered_mixtures()
     if name not in mixtures:
         _check_is_one(name, option)
+        if name in registered_tasks():
+            raise UserError(
+                f"{name!r} is a task, not a mixture.",
+                where=option,
+                fix=f"Give a mixture; t0repro cache takes a task as --tasks {name}.",
+            )
         raise UserError(
             f"There is no mixture {name!r}.",
             where=option,
@@ -288,9 +294,7 @@ def _check_is_one(name: str, option: str) -> None:
 
 
 def _nearest(name: str, mixtures: Iterable[str]) -> str:
-    """The mixtures nearest to a name; if none is, or it is a task's, the tasks."""
-    if name in registered_tasks():
-        return "no mixture, but a task of this name"
+    """The mixtures nearest to a name; if none is, the tasks."""
     if not similar_names(name, mixtures) and similar_names(name, registered_tasks()):
         return f"no mixture, but tasks {nearest_names(name, registered_tasks())}"
     return nearest_names(name, mixtures)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from t0repro.errors import UserError, nearest_names
-from t0repro.tasks.registry import task_descriptions
+from t0repro.tasks.registry import registered_mixtures, task_descriptions
 from t0repro.tasks.rendering import compile_template
 from t0repro.tasks.source import PromptedRows
 from t0repro.tasks.task import PromptedTask
@@ -106,6 +106,11 @@ def show_task(
     """
     description = task_descriptions().get(name)
     if description is None:
+        if name in registered_mixtures():
+            raise UserError(
+                f"{name!r} is a mixture, not a task.",
+                fix=f"Show one of its tasks; t0repro tasks ls --mixture {name} lists them.",
+            )
         raise UserError(
             f"There is no task {name!r}.",
             fix=f"Nearest: {nearest_names(name, task_descriptions())}.",

@@ -126,13 +126,19 @@ def make_plan(request: Request) -> CachePlan:
 
 
 def _select_names(request: Request) -> list[str]:
-    from t0repro.tasks.registry import registered_tasks, tasks_of_mixture
+    from t0repro.tasks.registry import registered_mixtures, registered_tasks, tasks_of_mixture
 
     names = [task for mixture in request.mixtures for task in tasks_of_mixture(mixture)]
     tasks = registered_tasks()
     for pattern in request.patterns:
         matching = fnmatch.filter(tasks, pattern)
         if not matching:
+            if pattern in registered_mixtures():
+                raise UserError(
+                    f"{pattern!r} is a mixture, not a task.",
+                    where="--tasks",
+                    fix=f"Give it as --mixture {pattern}.",
+                )
             # seqio_cache_tasks takes regular expressions, so users may bring theirs.
             regex = "Write * for anything, not .*. " if ".*" in pattern else ""
             raise UserError(

@@ -30,6 +30,7 @@ from t0repro.tasks.prompt_cache.folders import (
 from t0repro.tasks.prompt_cache.plan import make_plan
 from t0repro.tasks.registration import add_mixture, add_prompted_task
 from t0repro.tasks.registry import tasks_of_mixture
+from t0repro.tasks.showing import show_task
 
 from .prompt_caches import files, make, request, silent
 
@@ -427,9 +428,19 @@ def test_a_datasets_name_in_place_of_a_mixture_is_answered_with_its_tasks():
     with pytest.raises(UserError) as error:
         tasks_of_mixture("synthetic_imdb")
     assert error.value.fix and "no mixture, but tasks 'demo_synthetic_imdb_" in error.value.fix
-    with pytest.raises(UserError) as error:
-        tasks_of_mixture("demo_synthetic_imdb_Reviewer_Sentiment_Feeling")
-    assert error.value.fix and "but a task of this name" in error.value.fix
+
+
+def test_a_task_in_place_of_a_mixture_and_the_reverse_are_answered_with_the_option(tmp_path):
+    task = "demo_synthetic_imdb_Reviewer_Sentiment_Feeling"
+    with pytest.raises(UserError, match=f"{task!r} is a task, not a mixture") as error:
+        tasks_of_mixture(task)
+    assert error.value.fix and f"--tasks {task}" in error.value.fix
+    with pytest.raises(UserError, match="'demo_train' is a mixture, not a task") as error:
+        make(tmp_path / "cache", "demo_train")
+    assert error.value.fix == "Give it as --mixture demo_train."
+    with pytest.raises(UserError, match="'demo_train' is a mixture, not a task") as error:
+        show_task("demo_train", None, 1)
+    assert error.value.fix and "tasks ls --mixture demo_train" in error.value.fix
 
 
 def test_unknown_names_are_answered_with_the_nearest(tmp_path):
