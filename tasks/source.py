@@ -270,9 +270,8 @@ class PromptedRows:
 def cannot_render(template: str, error: Exception, row: Mapping[str, Any], where: str) -> UserError:
     """The error for a template that fails on a row."""
     if isinstance(error, UndefinedVariable):
-        nearest = nearest_field(error, row)
         fields = ", ".join(map(repr, row))
-        hint = f"nearest: {nearest!r}" if nearest else f"the row has {fields}"
+        hint = name_nearest(error, row) or f"the row has {fields}"
         return UserError(
             f"Template {template!r} reads what a row does not have: {error}; {hint}.",
             where=where,
@@ -288,11 +287,15 @@ def cannot_render(template: str, error: Exception, row: Mapping[str, Any], where
     )
 
 
-def nearest_field(error: UndefinedVariable, row: Mapping[str, Any]) -> str | None:
-    """The field of a row closest to the variable that it lacks; None if none is close."""
+def name_nearest(error: UndefinedVariable, row: Mapping[str, Any]) -> str | None:
+    """Names the field of a row closest to the variable that it lacks; None if none is close."""
     unknown = re.match(r"'(\w+)' is undefined", str(error))
     fields = [name.replace("-", "_") for name in row]  # their names in a template
-    return next(iter(difflib.get_close_matches(unknown[1] if unknown else "", fields, n=1)), None)
+    for nearest in difflib.get_close_matches(unknown[1] if unknown else "", fields, n=1):
+        if nearest.isidentifier():
+            return f"nearest: {nearest!r}"
+        return f"nearest: {nearest!r}, which no template can name; rename the column in the rows"
+    return None
 
 
 # Row counts of checked data; otherwise every template of a dataset would check it again.

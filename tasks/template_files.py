@@ -340,7 +340,8 @@ def _check_jinja(text: str, field: str, where: str) -> None:
         raise UserError(
             f"The {field} is not a Jinja template{of_line}: {error.message}.",
             where=where,
-            fix="Correct it. The filters are Jinja's, and promptsource's choice and most_frequent.",
+            fix="Correct it; a column whose name has blanks needs another in the rows. The filters"
+            " are Jinja's, and promptsource's choice and most_frequent.",
         ) from error
     except TemplateFailure as error:
         raise UserError(

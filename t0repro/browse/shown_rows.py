@@ -12,7 +12,7 @@ from t0repro.errors import UserError
 from t0repro.tasks.prompt_environment import TemplateFailure, UndefinedVariable
 from t0repro.tasks.rendering import compile_template
 from t0repro.tasks.showing import LENGTHS, ShownExample, find_tokenizer, show_example
-from t0repro.tasks.source import nearest_field
+from t0repro.tasks.source import name_nearest
 from t0repro.tasks.task import TaskDescription
 from t0repro.tasks.templates import Drop
 from t0repro.tasks.vocabulary import is_here
@@ -99,8 +99,8 @@ def show_rows(task: TaskDescription, split: str, start: int, count: int) -> list
             cause = error.__cause__ if isinstance(error, UserError) else error
             failure = cause if isinstance(cause, TemplateFailure) else None
             what = str(failure) if failure else getattr(error, "what", str(error))
-            if isinstance(failure, UndefinedVariable) and (near := nearest_field(failure, row)):
-                what += f"; nearest: {near!r}"
+            if isinstance(failure, UndefinedVariable) and (near := name_nearest(failure, row)):
+                what += f"; {near}"
             shown.append(ShownRow(number, row, None, what, failure))
             continue
         example = show_example(number, row, rendering, whole, tokenizer, LENGTHS)

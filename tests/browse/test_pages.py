@@ -202,6 +202,12 @@ def test_the_nearest_field_is_named_as_a_template_names_it(tmp_path):
     draft = Draft("a", "{{ the_txt }} ||| x")
     (row,) = show_rows(bench.describe(("mine", None), draft.template()), "mine", 0, 1)
     assert row.reason.endswith("nearest: 'the_text'")
+    rows = write_rows(tmp_path / "blanks.jsonl", [{"the text": "a", "label": 1}])
+    bench = make_bench([tmp_path / "blanks.yaml"], [rows], "demo_train")
+    (row,) = show_rows(bench.describe(("blanks", None), draft.template()), "blanks", 0, 1)
+    assert row.reason.endswith(
+        "'the text', which no template can name; rename the column in the rows"
+    )
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".parquet"])
