@@ -35,6 +35,12 @@ def check_files(source: Path, out: Path, dtype: DType) -> None:
         raise UserError(
             f"The file of texts {what}.", where=f"--texts {source}", fix="Name a file of texts."
         )
+    if source.suffix in (".csv", ".tsv", ".json"):
+        raise UserError(
+            f"A {source.suffix} file holds rows: each of its lines would be taken for a text.",
+            where=f"--texts {source}",
+            fix="Write one text a line, or a .jsonl file with a JSON string a line.",
+        )
     if out.suffix not in SUFFIXES:
         raise UserError(
             f"The output's name ends in {out.suffix!r}.",

@@ -130,13 +130,15 @@ def test_a_bad_line_is_named_before_the_model_is_read(lines, said, model, tmp_pa
         ("mine.txt", "out", "ends in ''"),
         ("none.txt", "out.npz", "The file of texts does not exist"),
         (".", "out.npz", "The file of texts is a folder"),
+        ("mine.csv", "out.npz", "A .csv file holds rows"),
     ],
 )
 def test_the_command_refuses_files_before_it_imports_jax(
     texts, out, said, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.txt").write_text("a")
+    for name in ("mine.txt", "mine.csv"):
+        (tmp_path / name).write_text("a")
     words = ["encode", "--checkpoint=x", f"--texts={texts}", f"--out={out}"]
     with pytest.raises(UserError, match=said):
         command()(args=words, obj=ErrorHandling(), standalone_mode=False)
