@@ -17,6 +17,7 @@ from t0repro.errors import UserError, check_choice
 from t0repro.evaluation.encoding import Pool, encode_ids
 from t0repro.evaluation.opened import Checkpoint, encoder_shape, open_cached, open_encoder
 from t0repro.progress import say
+from t0repro.runs.given_texts import check_text, listed
 from t0repro.tasks.vocabulary import VocabularyFile, check_rows, named_vocabulary
 from t0repro.words import counted
 
@@ -63,15 +64,16 @@ def encode(
     limits = Limits(length, too_long)
     check_choice(pool or "mean", Pool, "pool")
     check_choice(dtype or "float32", DType, "dtype")
-    if isinstance(texts_or_ids, str):
-        raise UserError("The texts are a single string.", where="encode", fix="Give a list.")
+    given = listed(texts_or_ids, "texts", "encode")
+    if batch_size is not None and batch_size < 1:
+        raise UserError(f"batch_size is {batch_size}; it must be at least 1.", where="batch_size")
     if isinstance(model, Checkpoint):
         rows, path = model.model.config.vocab_size, model.path
     else:
         path = os.fspath(model)
         rows = encoder_shape(path).vocab_size
     tokenizer = Tokenizer(path, vocabulary, rows, limits)
-    ids = [tokenizer.ids(row, f"row {at}") for at, row in enumerate(texts_or_ids)]
+    ids = [tokenizer.ids(row, f"row {at}") for at, row in enumerate(given)]
     tokenizer.report_cut()
     if not isinstance(model, Checkpoint):
         model = open_cached(open_encoder, path, dtype or "float32")
@@ -131,6 +133,7 @@ class Tokenizer:
         """
         length = self._limits.length
         if isinstance(row, str):
+            check_text(row, where)
             tokens = [*self._vocabulary().encode(row), self._vocabulary().eos_id]
             if length is not None and len(tokens) > length:
                 self._check_may_cut(len(tokens), where)

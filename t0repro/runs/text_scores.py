@@ -25,6 +25,7 @@ from t0repro.evaluation.opened import (
     open_checkpoint,
 )
 from t0repro.evaluation.selection import check_fits
+from t0repro.runs.given_texts import check_text, listed
 from t0repro.tasks.vocabulary import VocabularyFile, named_vocabulary
 
 LENGTHS = {"inputs": 1024, "targets": 256}  # T0's
@@ -64,7 +65,8 @@ def score(
         on another base.
     """
     check_choice(activation, DType, "activation")
-    of_each = _of_each(inputs, choices)
+    inputs = listed(inputs, "inputs", "score")
+    of_each = _of_each(inputs, listed(choices, "choices", "score"))
     _check_lengths(lengths)
     named = isinstance(vocabulary, VocabularyFile)
     file = vocabulary if named else named_vocabulary(vocabulary)
@@ -91,17 +93,18 @@ def _of_each(
     inputs: Sequence[str], choices: Sequence[str] | Sequence[Sequence[str]]
 ) -> list[list[str]]:
     """The choices for each input."""
-    if isinstance(inputs, str) or isinstance(choices, str):
-        raise UserError(
-            "The inputs or the choices are a single string.",
-            where="score",
-            fix="Give lists of strings.",
-        )
     # A sequence of texts serves every input; a sequence of sequences has one for each.
     single = [
         each for each in choices if isinstance(each, str | bytes) or not isinstance(each, Iterable)
     ]
-    of_each = [single] * len(inputs) if single else [list(each) for each in choices]
+    of_each = (
+        [single] * len(inputs)
+        if single
+        else [
+            listed(each, f"choices of input {number}", "score")
+            for number, each in enumerate(choices)
+        ]
+    )
     if len(of_each) != len(inputs) or not all(of_each) or 0 < len(single) < len(choices):
         raise UserError(
             f"{len(inputs)} inputs, but choices for {len(choices)}.",
@@ -117,6 +120,7 @@ def _of_each(
                         where="score",
                         fix="Give strings; leave out what is missing.",
                     )
+                check_text(text, f"score, number {number} of the {name}")
     return of_each
 
 

@@ -113,6 +113,7 @@ def test_a_word_that_is_none_of_the_choices_is_refused(given, among, model_dir):
         ([1.5], "neither a text nor a list of token ids"),
         ([True], "neither a text nor a list of token ids"),
         (None, "neither a text nor a list of token ids"),
+        ("a\ud83d", "half of a pair of surrogates"),
         (float("nan"), "neither a text nor a list of token ids"),
         ([[1], [2, 3]], "neither a text nor a list of token ids"),
     ],
@@ -132,6 +133,8 @@ def test_longer_rows_are_cut_and_counted_or_refused(model_dir, capsys):
         t0repro.encode(model_dir, ROWS[:3], length=5, too_long="error")
     with pytest.raises(UserError, match="length is 0; it must be at least 1"):
         t0repro.encode(model_dir, ROWS[:3], length=0)
+    with pytest.raises(UserError, match="batch_size is 0; it must be at least 1"):
+        t0repro.encode(model_dir, ROWS[:3], batch_size=0)
 
 
 def test_a_text_ends_with_eos_even_where_it_is_cut(model_dir, demo_vocabulary):

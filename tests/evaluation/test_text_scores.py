@@ -7,6 +7,7 @@ import shutil
 import flax.traverse_util
 import jax
 import numpy as np
+import pandas as pd
 import pytest
 
 import t0repro
@@ -81,11 +82,52 @@ def test_inputs_may_have_choices_of_their_own_and_long_ones_are_cut_before_eos(c
 
 @pytest.mark.parametrize(
     ("inputs", "choices"),
-    [("one text", ["a"]), (TEXTS, "yes"), (TEXTS, [["a"]]), (TEXTS, [["a"], []]), (TEXTS, [])],
+    [(TEXTS, [["a"]]), (TEXTS, [["a"], []]), (TEXTS, [])],
 )
 def test_what_does_not_pair_is_refused(inputs, choices, checkpoint):
-    with pytest.raises(UserError, match="choices|one text"):
+    with pytest.raises(UserError, match="choices"):
         t0repro.score(checkpoint, inputs, choices, vocabulary=VOCABULARY)
+
+
+NO_LISTS = [
+    "one text",
+    b"bytes",
+    None,
+    3,
+    {"a": 1},
+    {"a", "b"},
+    np.array("a"),
+    pd.DataFrame({"a": ["b"]}),
+]
+
+
+@pytest.mark.parametrize("given", NO_LISTS, ids=lambda given: type(given).__name__)
+def test_what_is_no_list_of_texts_is_refused(given, checkpoint):
+    for inputs, choices, name in (
+        (given, ["a"], "inputs"),
+        (TEXTS, given, "choices"),
+        (TEXTS, [["a"], given], "choices of input 1"),
+    ):
+        with pytest.raises(UserError, match=f"The {name} are .*(single string|no list)|of 2|for 2"):
+            t0repro.score(checkpoint, inputs, choices, vocabulary=VOCABULARY)
+    with pytest.raises(UserError, match="The texts are .*(single string|no list)"):
+        t0repro.encode(checkpoint, given)
+
+
+def test_texts_may_come_from_a_generator_an_array_or_a_column(checkpoint):
+    expected = t0repro.score(checkpoint, TEXTS, ["a", "b"], vocabulary=VOCABULARY)
+    for inputs in ((text for text in TEXTS), np.array(TEXTS), pd.Series(TEXTS, index=[5, 9])):
+        choices = (choice for choice in "ab")
+        found = t0repro.score(checkpoint, inputs, choices, vocabulary=VOCABULARY)
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_half_a_pair_of_surrogates_is_refused_with_its_place(checkpoint):
+    broken = "a\ud83d"
+    for inputs, choices in (([TEXTS[0], broken], ["a"]), (TEXTS, ["a", broken])):
+        with pytest.raises(UserError, match="at character 1, half of a pair of surrog") as error:
+            t0repro.score(checkpoint, inputs, choices, vocabulary=VOCABULARY)
+        assert error.value.where.startswith("score, number 1 of the ")
 
 
 def test_an_activation_that_is_no_dtype_is_refused(checkpoint):
