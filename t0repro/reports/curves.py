@@ -117,7 +117,8 @@ def read_curves(folders: Sequence[Path], metric: str | None = None) -> tuple[str
 
 def _no_metrics_error(folder: Path) -> UserError:
     if (folder / METRICS_FILE).is_file():
-        what = f"{METRICS_FILE} is empty"
+        is_empty = not (folder / METRICS_FILE).read_bytes().strip()
+        what = f"{METRICS_FILE} {'is empty' if is_empty else 'has no number with a step'}"
     elif folder.is_dir():
         what = "There are no metrics here"
     else:
@@ -183,6 +184,9 @@ def _read_lines(folder: Path) -> _Found:
     # In writing order: after a restart, a step's later line replaces the earlier one.
     for row in metric_rows(folder / METRICS_FILE):
         place, step = str(row.get("split", _TRAIN)), row.get("step")
+        # pandas writes whole numbers so, if a line lacked the field.
+        if isinstance(step, float) and step.is_integer():
+            step = int(step)
         if not isinstance(step, int):
             continue
         # An evaluation has a line for each task.

@@ -227,3 +227,12 @@ def test_an_empty_metrics_file_is_called_that(tmp_path):
     write_lines(tmp_path)
     with pytest.raises(UserError, match="metrics.jsonl is empty"):
         read_panels([tmp_path], "loss")
+    (tmp_path / "metrics.jsonl").write_text('{"epoch": 1, "loss": 3.0}\n')
+    with pytest.raises(UserError, match="metrics.jsonl has no number with a step"):
+        read_panels([tmp_path], "loss")
+
+
+def test_steps_that_another_program_wrote_as_floats_are_read(tmp_path):
+    lines = '{"step": 1.0, "lr": 3.0}\n{"step": 2.0, "lr": 2.0}\n{"step": 2.5, "lr": 9.0}\n'
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    assert [*read_panels([tmp_path], "lr")["lr"].values()] == [[(1, 3.0), (2, 2.0)]]
