@@ -88,8 +88,8 @@ class VocabularyFile:
 
     @property
     def vocab_size(self) -> int:
-        """Number of pieces, sentinels included."""
-        return self.processor().get_piece_size()
+        """Number of pieces, sentinels included; T5's own is not read for it."""
+        return _T5_PIECES if _is_t5s(self) else self.processor().get_piece_size()
 
     def encode(self, text: str) -> list[int]:
         """A text's tokens, without EOS."""
@@ -439,6 +439,7 @@ def _names(vocabulary: Any) -> tuple[str | None, int | None]:
 
 # The address of T5's file that holds the sentinels may be given with 0 or 100.
 _T5 = {*((address, EXTRA_IDS) for address in T5_ADDRESSES), (DEFAULT_ADDRESS, 0)}
+_T5_PIECES = 32_100  # sentinels included
 _T5_DIGEST = "839ffa4b9afae8d77834a88b87781849aa021975d6063dec6085633fcaf7171c"
 
 
@@ -561,6 +562,6 @@ def _advice(address: str) -> str:
         copied = f": gsutil cp {address} ." if address.startswith("gs://") else "."
         return f"Name a copy on this machine where the gin file, the task or --vocab has it{copied}"
     return (
-        f"Set {VOCABULARY_VARIABLE} to a copy of T5's sentencepiece.model on this machine."
-        f" To get one: gsutil cp {DEFAULT_ADDRESS} ."
+        f"Set {VOCABULARY_VARIABLE} to a copy of T5's sentencepiece.model on this machine, or to"
+        f" your model's own vocabulary. To get T5's: gsutil cp {DEFAULT_ADDRESS} ."
     )

@@ -35,7 +35,10 @@ MODES = ("rank", "generate")
 
 # Mesh TensorFlow pads the vocabulary to a multiple of this (vocab_divisor).
 VOCABULARY_MULTIPLE = 128
-_FIX = f"Give the vocabulary that the checkpoint was trained with ({VOCABULARY_VARIABLE})."
+_FIX = (
+    f"Give the vocabulary that the checkpoint was trained with ({VOCABULARY_VARIABLE}, encode's"
+    " --vocab, in Python vocabulary=)."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,17 +220,19 @@ def check_vocabulary(names: Sequence[str], checkpoint: Checkpoint) -> Any:
         if inputs != vocabulary:
             check_rows(inputs, model.vocab_size, checkpoint.path, _FIX)
         if vocabulary not in vocabularies:
-            check_fits(vocabulary, checkpoint)
+            check_fits(vocabulary, model.vocab_size, checkpoint.path, checkpoint.folders)
             vocabularies.append(vocabulary)
     return vocabularies[-1] if vocabularies else None
 
 
-def check_fits(vocabulary: Any, checkpoint: Checkpoint) -> None:
+def check_fits(vocabulary: Any, rows: int, path: str, folders: Sequence[str]) -> None:
     """Checks that a checkpoint's embedding has rows for a vocabulary's pieces, and for these.
 
     Args:
-      vocabulary: the tasks'.
-      checkpoint: the checkpoint.
+      vocabulary: of the tasks or the texts.
+      rows: the embedding's number of rows.
+      path: the checkpoint's.
+      folders: where files about it are.
 
     Raises:
       UserError: if there are too few rows; if the tokenizer beside the checkpoint has other pieces;
@@ -235,11 +240,11 @@ def check_fits(vocabulary: Any, checkpoint: Checkpoint) -> None:
     """
     from t0repro.converters.own_tokenizer import PIECES, check_own_tokenizer
 
-    rows = checkpoint.model.config.vocab_size
     try:
-        check_rows(vocabulary, rows, checkpoint.path, _FIX)
+        check_rows(vocabulary, rows, path, _FIX)
+        is_compared = check_own_tokenizer(folders, vocabulary)
     except UserError as error:
-        beside = (storage.join(folder, PIECES) for folder in checkpoint.folders)
+        beside = (storage.join(folder, PIECES) for folder in folders)
         own = next(filter(storage.is_file, beside), None)
         if own is None or is_here(vocabulary):
             raise
@@ -249,10 +254,10 @@ def check_fits(vocabulary: Any, checkpoint: Checkpoint) -> None:
         )
         raise UserError(error.what, where=error.where, fix=fix) from error
     padded = padded_rows(vocabulary.vocab_size)
-    if not check_own_tokenizer(checkpoint.folders, vocabulary) and rows > padded:
+    if not is_compared and rows > padded:
         raise UserError(
-            f"The checkpoint's embedding has {rows:,} rows, and the tasks' vocabulary"
+            f"The checkpoint's embedding has {rows:,} rows, and the vocabulary"
             f" {vocabulary.vocab_size:,} pieces ({padded:,} when padded): {shown(vocabulary)}.",
-            where=checkpoint.path,
+            where=path,
             fix=f"{_FIX} If it is this one, put a copy beside the checkpoint, as {PIECES}.",
         )

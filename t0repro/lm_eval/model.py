@@ -86,7 +86,12 @@ class T0ReproLM(LM):
         self._checkpoint = open_checkpoint(str(checkpoint), step, dtype)
         if adapter is not None:
             self._checkpoint = attach_adapter(self._checkpoint, open_adapter_at(str(adapter)))
-        check_fits(self._vocabulary, self._checkpoint)
+        check_fits(
+            self._vocabulary,
+            self._checkpoint.model.config.vocab_size,
+            self._checkpoint.path,
+            self._checkpoint.folders,
+        )
         # A continuation is never cut, since its score would be another text's.
         self._eos, self._lengths = eos, {"inputs": max_length, "targets": 1 << 30}
         self._max_gen_toks, self._tokens_per_batch = max_gen_toks, tokens_per_batch

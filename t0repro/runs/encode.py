@@ -11,11 +11,12 @@ from typing import Any, Literal
 import numpy as np
 
 from t0repro.config.model import DType
-from t0repro.converters.own_tokenizer import check_own_tokenizer, own_vocabulary
+from t0repro.converters.own_tokenizer import own_vocabulary
 from t0repro.converters.sources import find_checkpoint
 from t0repro.errors import UserError, check_choice
 from t0repro.evaluation.encoding import Pool, encode_ids
 from t0repro.evaluation.opened import Checkpoint, encoder_shape, open_cached, open_encoder
+from t0repro.evaluation.selection import check_fits
 from t0repro.progress import say
 from t0repro.runs.given_texts import check_text, listed
 from t0repro.tasks.vocabulary import VocabularyFile, check_rows, named_vocabulary
@@ -190,8 +191,9 @@ class Tokenizer:
             own = own_vocabulary(source) if self._named is None else None
             self._file = own or named_vocabulary(self._named)
             if own is None:
-                check_own_tokenizer([source.folder], self._file)
-            check_rows(
-                self._file, self._rows, source.path, "Name the vocabulary it was trained with."
-            )
+                check_fits(self._file, self._rows, source.path, [source.folder])
+            else:
+                check_rows(
+                    own, self._rows, source.path, "Name another with --vocab or vocabulary=."
+                )
         return self._file

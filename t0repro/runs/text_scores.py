@@ -76,7 +76,7 @@ def score(
         checkpoint = open_cached(_open, os.fspath(model), activation)
     if adapter is not None:
         checkpoint = attach_adapter(checkpoint, open_adapter_at(os.fspath(adapter)))
-    check_fits(file, checkpoint)
+    check_fits(file, checkpoint.model.config.vocab_size, checkpoint.path, checkpoint.folders)
     examples = _examples(file, inputs, of_each, lengths)
     found = iter(score_examples(checkpoint.params, checkpoint.model, examples, lengths))
     scores = np.full((len(inputs), max(map(len, of_each), default=0)), -np.inf, np.float32)

@@ -184,6 +184,20 @@ def test_a_vocabulary_that_is_not_there_is_answered_with_the_option(tmp_path, mo
     assert "--vocab" in str(error.value.where) and "gin" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (1407, "has 32,100 pieces, the model's embedding 1,407 rows(.|\n)*--vocab"),
+        (32_384, "has 32,384 rows, and the vocabulary 32,100 pieces(.|\n)*--vocab"),
+    ],
+)
+def test_t5s_vocabulary_serves_no_model_of_another_size(rows, message, tmp_path, monkeypatch):
+    monkeypatch.delenv("T0REPRO_VOCAB", raising=False)
+    model = str(save_encoder(tmp_path / "model", rows=rows))
+    with pytest.raises(UserError, match=message):  # and is not fetched to tell
+        Tokenizer(model, None, rows, Limits()).ids("It rained.", "row 0")
+
+
 def with_another_score(content: bytes) -> bytes:
     from sentencepiece import sentencepiece_model_pb2
 

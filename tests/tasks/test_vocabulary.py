@@ -318,7 +318,7 @@ def test_an_unreachable_bucket_is_asked_once_and_named(asked):
 
 def test_an_unreachable_vocabulary_is_not_replaced_by_t5s(asked):
     for address in vocabulary.T5_ADDRESSES:
-        with pytest.raises(UserError, match="Set T0REPRO_VOCAB"):
+        with pytest.raises(UserError, match="Set T0REPRO_VOCAB.* own vocabulary"):
             LazyVocabulary(address, 100).encode("text")
     with pytest.raises(UserError, match="cannot be reached") as error:
         LazyVocabulary("gs://bucket/other.model", 100).encode("text")

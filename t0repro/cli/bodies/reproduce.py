@@ -191,7 +191,9 @@ def _plan(
         to_fetch = released.bytes_to_fetch(found, weights)
     else:
         opened = check_checkpoint(str(asked.checkpoint), None, 1, adapters)
-        check_fits(default_vocabulary(), opened)  # before the minute of measuring
+        check_fits(
+            default_vocabulary(), opened.model.config.vocab_size, opened.path, opened.folders
+        )  # before the minute of measuring
         to_fetch, shape = 0, opened.model.config.shape
     rows = find_rows(Path(os.environ.get(DATA_VARIABLE) or f"${DATA_VARIABLE}"))
     with working("measuring this machine for a minute"):
