@@ -19,6 +19,7 @@ from t0repro.tasks.mixture_checks import check_alike, check_rates, may_be_same
 from t0repro.tasks.registry import (
     PromptedMixture,
     find_tasks,
+    how_to_register,
     name_is_taken,
     prompted_mixtures,
     prompted_tasks,
@@ -159,17 +160,18 @@ def check_registered(tasks: Iterable[str], known: Set[str], where: str | None = 
     """Raises UserError for a task or mixture that is not known, with the nearest names."""
     for task in tasks:
         if task not in known:
+            nearest = nearest_names(task, sorted(known))
+            fix = how_to_register(task, nearest)
             # Without a place in a file, a module asks.
-            more = "For your own tasks add --module_import, or set T0REPRO_TEMPLATES."
             if where is None and template_files():
-                more = (
-                    f"A module gets the prompts of {TEMPLATES_VARIABLE} by `import"
-                    " t0repro.tasks.user_templates`."
+                fix = (
+                    f"Nearest: {nearest}. A module gets the prompts of {TEMPLATES_VARIABLE} by"
+                    " `import t0repro.tasks.user_templates`."
                 )
             raise UserError(
                 f"There is no task or mixture {task!r}.",
                 where=where,
-                fix=f"Nearest: {nearest_names(task, sorted(known))}. {more}",
+                fix=fix,
             )
 
 

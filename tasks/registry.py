@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import seqio
 
 
+DEMO_MODULE = "t0repro.tasks.demo"
+
 _tasks: dict[str, TaskDescription] = {}
 
 
@@ -140,8 +142,7 @@ def find_named_tasks(name: str, option: str) -> Sequence[DescribedTask | seqio.T
         raise UserError(
             f"There is no mixture or task {name!r}.",
             where=option,
-            fix=f"Nearest names: {nearest_names(name, known)}. For your own tasks add"
-            " --module_import, or set T0REPRO_TEMPLATES.",
+            fix=how_to_register(name, nearest_names(name, known)),
         ) from error
 
 
@@ -275,8 +276,7 @@ def tasks_of_mixture(name: str, option: str = "--mixture") -> Sequence[str]:
         raise UserError(
             f"There is no mixture {name!r}.",
             where=option,
-            fix=f"Nearest: {_nearest(name, mixtures)}. For your own tasks add --module_import, or"
-            " set T0REPRO_TEMPLATES.",
+            fix=how_to_register(name, _nearest(name, mixtures)),
         )
     if name not in prompted_mixtures():
         find_tasks(name)  # checks the vocabularies of what a user's module made
@@ -291,6 +291,13 @@ def _check_is_one(name: str, option: str) -> None:
             where=option,
             fix="Give one at a time; an option that is repeatable is given again for each.",
         )
+
+
+def how_to_register(name: str, nearest: str) -> str:
+    """The fix for a name of tasks that no imported module registers; `nearest` lists others."""
+    if name.startswith(("demo_", "synthetic_")) and DEMO_MODULE not in sys.modules:
+        return f"The demo's tasks need --module_import {DEMO_MODULE}, in Python its import."
+    return f"Nearest: {nearest}. For your own tasks add --module_import, or set T0REPRO_TEMPLATES."
 
 
 def _nearest(name: str, mixtures: Iterable[str]) -> str:
@@ -322,7 +329,7 @@ def select_tasks(mixture: str | None = None, dataset: str | None = None) -> list
             raise UserError(
                 f"There is no task of dataset {dataset!r}{inside}.",
                 where="--dataset",
-                fix=f"Nearest: {nearest_names(dataset, everywhere)}.",
+                fix=how_to_register(dataset, nearest_names(dataset, everywhere)),
             )
     return sorted(names)
 

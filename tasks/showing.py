@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from t0repro.errors import UserError, nearest_names
-from t0repro.tasks.registry import registered_mixtures, task_descriptions
+from t0repro.tasks.registry import how_to_register, registered_mixtures, task_descriptions
 from t0repro.tasks.rendering import compile_template
 from t0repro.tasks.source import PromptedRows
 from t0repro.tasks.task import PromptedTask
@@ -113,7 +113,8 @@ def show_task(
             )
         raise UserError(
             f"There is no task {name!r}.",
-            fix=f"Nearest: {nearest_names(name, task_descriptions())}.",
+            where="TASK",
+            fix=how_to_register(name, nearest_names(name, task_descriptions())),
         )
     lengths = lengths or LENGTHS
     source = description.rows

@@ -216,9 +216,8 @@ def test_what_needs_the_reference_tier_is_named(results):
     assert code == 2 and "train_eval's data has no seed or is shuffled" in printed
     assert "TIER=reference bash scripts/setup.sh" in printed
     code, printed = results["an unknown mixture"]
-    assert (
-        code == 2 and "There is no task or mixture 'demo_trian'; nearest: 'demo_train'" in printed
-    )
+    assert code == 2 and "There is no task or mixture 'demo_trian'." in printed
+    assert "fix: Nearest: 'demo_train'" in printed
     code, printed = results["mesh eval of packed rows"]
     assert code == 2 and "mode eval reads packed or shuffled examples" in printed
     code, printed = results["mesh on Mesh TensorFlow"]

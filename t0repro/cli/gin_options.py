@@ -67,7 +67,6 @@ Demo = Annotated[
     bool,
     typer.Option("--demo", help="Take the small model and the tasks of the demo."),
 ]
-DEMO_MODULE = "t0repro.tasks.demo"
 _DEMO_FILES = (
     *("dataset.gin", "demo/t5.1.1.demo.gin"),
     "learning_rate_schedules/constant_0_001.gin",

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from t0repro.cli.gin_options import DEMO_MODULE, Demo, GinOptions, SkippedNames
+from t0repro.cli.gin_options import Demo, GinOptions, SkippedNames
 from t0repro.cli.groups import with_groups
 from t0repro.cli.mesh_inputs import mesh_inputs
 from t0repro.cli.options import AsJson, DType, Modules
@@ -16,6 +16,7 @@ from t0repro.cli.paths import output, source
 from t0repro.cli.results import echo, for_people, print_json
 from t0repro.progress import working
 from t0repro.storage import lock_folder
+from t0repro.tasks.registry import DEMO_MODULE
 from t0repro.words import counted
 
 # Those of t0repro.parity.jax_run, whose import would import JAX and slow down --help.

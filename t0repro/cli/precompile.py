@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from t0repro.cli.gin_options import DEMO_MODULE, Demo, RunMode, RunModes, SkippedNames
+from t0repro.cli.gin_options import Demo, RunMode, RunModes, SkippedNames
 from t0repro.cli.groups import with_groups
 from t0repro.cli.options import AsJson, ProcessOptions
 from t0repro.cli.paths import output
@@ -23,6 +23,7 @@ from t0repro.config.t5x.gin_files import Parsed, T5xInputs
 from t0repro.config.t5x.run import read_precompile_run, read_train_run
 from t0repro.errors import UserError
 from t0repro.storage import check_address
+from t0repro.tasks.registry import DEMO_MODULE
 
 
 @with_groups

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from t0repro.tasks.registry import (
     DescribedTask,
     find_named_tasks,
     find_task,
+    registered_mixtures,
     task_descriptions,
 )
 from t0repro.tasks.task import SCORE_EVAL_SUFFIX
@@ -118,7 +120,10 @@ def _check_modes(
     """Refuses tasks that cannot be evaluated in any of the modes."""
     # A task in no mode would be left out silently.
     if "generate" not in modes and others:
-        twins = [twin.name for task in others if (twin := _find_score_eval_task(task)) is not task]
+        # A mixture of tasks with choices, such as t0_eval_score_eval, is named like this one.
+        alike = re.compile(rf"{re.escape(mixture.partition('_')[0])}_.*{SCORE_EVAL_SUFFIX}")
+        twins = [name for name in registered_mixtures() if alike.fullmatch(name)]
+        twins += [twin.name for task in others if (twin := _find_score_eval_task(task)) is not task]
         instead = f"{some(twins)}, with their choices" if twins else "tasks with choices"
         raise UserError(
             f"Tasks have no answer choices to rank: {some([task.name for task in others])}.",

@@ -21,7 +21,7 @@ from t0repro.errors import UserError, nearest_names
 from t0repro.progress import working
 from t0repro.tasks.modules import load_tasks
 from t0repro.tasks.prompt_cache import folders
-from t0repro.tasks.registry import find_tasks
+from t0repro.tasks.registry import find_tasks, how_to_register
 from t0repro.tasks.vocabulary import check_ids
 from t0repro.words import counted
 
@@ -44,14 +44,17 @@ def choose_tasks(mixtures: Sequence[str], patterns: Sequence[str]) -> list[seqio
         if mixture not in known:
             raise UserError(
                 f"There is no mixture {mixture!r}.",
-                fix=f"Nearest: {nearest_names(mixture, known)}.",
+                where="--mixtures",
+                fix=how_to_register(mixture, nearest_names(mixture, known)),
             )
         names += [task.name for task in find_tasks(mixture)]
     for pattern in patterns:
         matching = [name for name in seqio.TaskRegistry.names() if re.fullmatch(pattern, name)]
         if not matching:
             raise UserError(
-                f"No task matches {pattern!r}.", fix=f"Nearest: {nearest_names(pattern, known)}."
+                f"No task matches {pattern!r}.",
+                where="--tasks",
+                fix=how_to_register(pattern, nearest_names(pattern, known)),
             )
         names += matching
     return [seqio.TaskRegistry.get(name) for name in dict.fromkeys(names)]

@@ -213,7 +213,7 @@ def test_a_typo_fails_in_gins_own_words(param, words):
 
 @pytest.mark.parametrize("name", ["'a,demo_train'", "['demo_train']"])
 def test_several_mixtures_in_one_name_are_an_unknown_mixture_at_their_place(name):
-    with pytest.raises(UserError, match="no task or mixture .* nearest: 'demo_train'") as error:
+    with pytest.raises(UserError, match="no task or mixture(.|\n)*Nearest: 'demo_train'") as error:
         load(f"MIXTURE_NAME = {name}")
     assert error.value.where.startswith("--gin_param") and name in error.value.where
 

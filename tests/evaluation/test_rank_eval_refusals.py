@@ -66,8 +66,9 @@ def test_a_checkpoint_of_another_vocabulary_is_refused(prompts, tmp_path):
 
 
 def test_a_task_without_answer_choices_is_refused(model_dir, prompts, tmp_path):
-    with pytest.raises(UserError, match="have no answer choices to rank: demo_"):
+    with pytest.raises(UserError, match="have no answer choices to rank: demo_") as error:
         evaluate(model_dir, tmp_path, mixture="demo_train")
+    assert error.value.fix.startswith("Evaluate demo_eval_score_eval, demo_synthetic_ag_news")
 
 
 def test_a_split_that_is_not_there_is_refused(model_dir, prompts, tmp_path):

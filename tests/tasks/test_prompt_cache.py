@@ -1,5 +1,6 @@
 """The prompt cache: rebuilt byte for byte, killed and resumed, and what it says of mistakes."""
 
+import functools
 import json
 import os
 import pickle
@@ -17,6 +18,7 @@ import seqio
 
 from t0repro.data import checks
 from t0repro.errors import UserError
+from t0repro.tasks import registry
 from t0repro.tasks.availability import drop_missing_tasks
 from t0repro.tasks.prompt_cache import shards
 from t0repro.tasks.prompt_cache.cache import _workers, cache_tasks
@@ -29,7 +31,7 @@ from t0repro.tasks.prompt_cache.folders import (
 )
 from t0repro.tasks.prompt_cache.plan import make_plan
 from t0repro.tasks.registration import add_mixture, add_prompted_task
-from t0repro.tasks.registry import tasks_of_mixture
+from t0repro.tasks.registry import select_tasks, tasks_of_mixture
 from t0repro.tasks.showing import show_task
 
 from .prompt_caches import files, make, request, silent
@@ -422,6 +424,18 @@ def test_a_cache_remembers_what_was_skipped_until_it_has_it(tmp_path, monkeypatc
     path.with_name("train.jsonl").write_bytes(path.read_bytes())
     make(tmp_path / "cache", "skips_rte")
     assert read_skipped(tmp_path / "cache") == {}
+
+
+def test_a_name_of_the_demo_is_answered_with_its_module_until_that_is_imported(monkeypatch):
+    show = functools.partial(show_task, split=None, rows=1)
+    for name in ("demo_trian", "synthetic_imbd"):
+        monkeypatch.setattr(registry, "DEMO_MODULE", "t0repro.not_imported")
+        for ask in (tasks_of_mixture, lambda name: select_tasks(dataset=name), show):
+            with pytest.raises(UserError, match="--module_import t0repro.not_imported"):
+                ask(name)
+        monkeypatch.undo()
+        with pytest.raises(UserError, match="Nearest: (?!.*not_imported)"):
+            select_tasks(dataset=name)
 
 
 def test_a_datasets_name_in_place_of_a_mixture_is_answered_with_its_tasks():

@@ -19,7 +19,7 @@ from t0repro.config.gin import door
 from t0repro.config.gin.door import Bindings, Key
 from t0repro.config.gin.folders import is_shipped, no_gin_file
 from t0repro.errors import UserError, nearest_names, place_in_module
-from t0repro.tasks.registry import registered_mixtures, registered_tasks
+from t0repro.tasks.registry import how_to_register, registered_mixtures, registered_tasks
 
 ANYWHERE = "the gin files and the command line of this run"
 _FIX = "Correct the gin file or the override."
@@ -320,8 +320,8 @@ def unknown_mixture(name: str, where: str | None = None) -> UserError:
     """
     known = sorted({*registered_mixtures(), *registered_tasks()})
     return UserError(
-        f"There is no task or mixture {name!r}; nearest: {nearest_names(name, known)}.",
+        f"There is no task or mixture {name!r}.",
         where=where or f"{len(known)} tasks and mixtures are registered by the imported modules",
-        fix="Correct the name, or name the module that registers it with --module_import (of t5's"
-        " own, t5.data.mixtures), or your file of prompts in T0REPRO_TEMPLATES.",
+        fix=how_to_register(name, nearest_names(name, known))
+        + " t5's own are of t5.data.mixtures.",
     )
