@@ -67,6 +67,11 @@ class _Parsing:
                 # Such as `vertex submit`, whose run has options that it does not read itself.
                 if any("[-- " in (each.metavar or "") for each in getattr(self, "params", ())):
                     error.message += f" An option of the run: -- {error.option_name}=VALUE."
+                elif "--" not in given and ctx.allow_extra_args and not ctx.ignore_unknown_options:
+                    error.message += (
+                        " The command to start follows two dashes, with its options: -- t0repro"
+                        f" train {error.option_name}=VALUE."
+                    )
                 error.possibilities = None
             elif "Value error, " in message:  # how pydantic, which checks values, names its errors
                 error.message = message.replace("Value error, ", "", 1)

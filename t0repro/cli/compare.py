@@ -21,7 +21,7 @@ from t0repro.reports.page import Page
 from t0repro.reports.prompts import prompts_of_evaluations
 from t0repro.reports.run import Run, find_evaluation, split_labeled_path
 from t0repro.reports.statistics import Bootstrap
-from t0repro.words import counted
+from t0repro.words import counted, some
 
 Given = tuple[str | None, Path]
 
@@ -79,15 +79,16 @@ def compare(
             f"--step is given {counted(len(step), 'time')} for {counted(len(given), 'run')}.",
             fix="Give one for each run, in their order.",
         )
-    kinds = {path.suffix == ".jsonl" for _, path in given}
-    if len(kinds) > 1:
+    others = [str(path) for _, path in given if path.suffix != ".jsonl"]
+    if 0 < len(others) < len(given):
         raise UserError(
-            "Losses (metrics.jsonl files) cannot be compared with evaluations.",
+            f"Losses, of a metrics.jsonl, cannot be compared with {some(others)}.",
             where=" and ".join(str(path) for _, path in given),
-            fix="Name files of one kind.",
+            fix="Name the metrics.jsonl of each run, for losses; for accuracies, the evaluation's"
+            " folder or the report.json of each.",
         )
     # The first run is the reference for all others.
-    if kinds == {True}:
+    if not others:
         page, content, within = _losses(given, tol)
     else:
         bootstrap = Bootstrap(replicates=resamples, seed=seed)

@@ -336,8 +336,8 @@ def compare_runs(
             for dataset, tasks in tasks_by_dataset(shared, prompts).items()
         ),
         bootstrap=bootstrap,
-        checkpoint_a=recorded_facts(a.eval_dir, step_a).get("checkpoint_hash") or None,
-        checkpoint_b=recorded_facts(b.eval_dir, step_b).get("checkpoint_hash") or None,
+        checkpoint_a=_checkpoint_hash(a.eval_dir, step_a, records),
+        checkpoint_b=_checkpoint_hash(b.eval_dir, step_b, records_b),
         left_out=left_out,
         settings={
             name: (ours[name], theirs[name])
@@ -350,6 +350,16 @@ def compare_runs(
             # Another program's record may lack some.
             if name in ours and name in theirs and ours[name] != theirs[name]
         },
+    )
+
+
+def _checkpoint_hash(
+    eval_dir: str | os.PathLike[str], step: int, records: Mapping[str, Mapping[str, Any]]
+) -> str | None:
+    # provenance.json describes the step that was evaluated last, and each record its own.
+    of_tasks = (record["key"].get("checkpoint") for record in records.values())
+    return recorded_facts(eval_dir, step).get("checkpoint_hash") or next(
+        filter(None, of_tasks), None
     )
 
 

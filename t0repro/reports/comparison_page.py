@@ -333,13 +333,14 @@ def _loss_cells(row: LossRow) -> tuple[str, str, str, Cell]:
 
 
 def losses_in_words(compared: LossComparison) -> str:
-    """One sentence: the largest difference, where, and what could not be compared."""
+    """The largest difference and where, what could not be compared, and which seeds differ."""
     worst = compared.worst
     text = (
         f"Largest relative difference: {worst.relative_difference:.2e} at step {worst.step}"
         f" ({counted(len(compared.rows), 'step')} compared)."
     )
-    alone = compared.only_a + compared.only_b
-    if not alone:
-        return text
-    return f"{text} {counted(alone, 'more step is', 'more steps are')} in one run only."
+    if alone := compared.only_a + compared.only_b:
+        text += f" {counted(alone, 'more step is', 'more steps are')} in one run only."
+    if compared.seeds:
+        text += f" The runs have other seeds: {', '.join(compared.seeds)}."
+    return text

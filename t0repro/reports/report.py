@@ -92,13 +92,18 @@ def load_report(path: str | os.PathLike[str]) -> Report:
         raise UserError(
             "There is no report here.",
             where=str(path),
-            fix="Write one with t0repro report make.",
+            fix="rank-eval writes one when it ends: started again, it continues. For the scores of"
+            " another command: t0repro report make.",
         )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         version = int(content["schema_version"])
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError("This is not a report: no schema_version.", where=str(path)) from error
+        raise UserError(
+            "This is not a report: no schema_version.",
+            where=str(path),
+            fix="Name a report.json, or the folder that holds it.",
+        ) from error
     if version != SCHEMA_VERSION:
         raise UserError(
             f"The report has schema {version}; this t0repro reads {SCHEMA_VERSION}.",

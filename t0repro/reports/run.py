@@ -13,7 +13,10 @@ from pathlib import Path
 from t0repro.errors import UserError
 from t0repro.evaluation.outputs import refuse_metrics_alone
 from t0repro.storage import input_path
+from t0repro.words import some
 
+# Evaluations in folders of runs, and what auxiliary jobs collected.
+_BELOW = tuple(f"{each}*_eval*/*_targets" for each in ("*/", "*/results/", "auxiliary/*/results/"))
 _FIX = "Give the <split>_eval folder, the --out folder of rank-eval, or a report.json."
 
 
@@ -87,9 +90,12 @@ def find_evaluation(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
         what, fix = f"There are {len(evaluations)} evaluations here.", f"Name one of them: {names}."
     elif not path.exists():
         what, fix = "There is no such file or folder.", _FIX
+    elif below := sorted({str(file.parent) for each in _BELOW for file in path.glob(each)}):
+        what, fix = "There is no evaluation here.", f"Name one of those below: {some(below)}."
     elif (losses := path / "metrics.jsonl").is_file():
         what = "There is no evaluation here, only the metrics of a training run."
-        fix = f"To compare losses, name {losses}; to compare scores, evaluate the run first."
+        fix = f"To compare losses, name {losses}; for accuracies, evaluate the run first: t0repro"
+        fix += f" rank-eval --checkpoint {path}."
     else:
         what, fix = "There is no evaluation here.", _FIX
         if path.name.startswith(("checkpoint_", "model.ckpt-")):

@@ -80,7 +80,8 @@ def verify(
         raise UserError(
             "The evaluation did not record what is needed to compute its scores again.",
             where=str(eval_dir),
-            fix="Only what this version's rank-eval wrote can be verified: evaluate again.",
+            fix="Only what this version's rank-eval wrote can be verified. Start it again: with the"
+            " --out of one that was ended early, it continues and writes the report.",
         )
     if unknown := sorted(records.keys() - set(registered_tasks())):
         raise UserError(

@@ -55,7 +55,6 @@ def check(address: str, where: str | None = None) -> None:
         raise UserError(f"{address} names no bucket.", where=where, fix="Write scheme://bucket/x.")
     if _another_machines:
         return
-    check_credentials(address, where)
     library = _LIBRARIES.get(scheme)
     if library is not None and importlib.util.find_spec(library) is None:
         raise UserError(
@@ -63,6 +62,7 @@ def check(address: str, where: str | None = None) -> None:
             where=where,
             fix=f"EXTRAS={scheme} bash scripts/setup.sh, or: pip install {library}.",
         )
+    check_credentials(address, where)
 
 
 def check_credentials(address: str, where: str | None) -> None:

@@ -107,6 +107,14 @@ def test_an_option_of_transformers_or_the_harness_is_answered_with_ours(
     assert code == 2 and f"No such option: --{option}. Nearest: --{here}" in err
 
 
+def test_an_option_of_the_command_to_launch_is_answered_with_the_two_dashes(monkeypatch, capsys):
+    words = ("launch", "--to=slurm", "t0repro", "train", "--model_dir=a")
+    code, _, err = run(monkeypatch, capsys, *words)
+    assert code == 2 and "two dashes, with its options: -- t0repro train --model_dir=" in err
+    code, _, err = run(monkeypatch, capsys, "launch", "--tow=slurm", "--", *words[2:])
+    assert code == 2 and "Nearest: --to" in err and "two dashes" not in err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

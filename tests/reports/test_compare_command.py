@@ -96,8 +96,9 @@ def test_what_cannot_be_compared_is_a_users_mistake(tmp_path):
     metrics = write_metrics(tmp_path / "metrics.jsonl", {1: 4.0})
     with pytest.raises(UserError, match="two runs or more"):
         invoke(a)
-    with pytest.raises(UserError, match="cannot be compared with evaluations"):
-        invoke(a, metrics)
+    for other in (a, tmp_path / "README.md"):
+        with pytest.raises(UserError, match=f"cannot be compared with {other}(.|\n)*of each run"):
+            invoke(metrics, other)
     with pytest.raises(UserError, match="--step is given 1 time for 2 runs"):
         invoke(a, a, "--step", 10)
     (tmp_path / "checkpoint_3").mkdir()
@@ -116,6 +117,15 @@ def test_folders_of_trainings_are_told_which_files_hold_their_losses(tmp_path):
         invoke(tmp_path / "mtf", tmp_path / "jax")
     with pytest.raises(UserError, match="no such file or folder"):
         invoke(tmp_path / "mft", tmp_path / "jax")
+
+
+def test_evaluations_below_a_folder_are_named(tmp_path):
+    below = [write_run(tmp_path / "run" / "validation_eval", 3)]
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    below.append(write_run(tmp_path / "run" / "auxiliary/rte/results/validation_eval", 3))
+    for folder, found in (("run/auxiliary", below[1]), ("", below[0])):
+        with pytest.raises(UserError, match=f"Name one of those below: {found}"):
+            invoke(tmp_path / folder, tmp_path / folder)
 
 
 def test_of_several_evaluations_one_is_to_be_named(tmp_path):

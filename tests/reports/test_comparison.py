@@ -252,7 +252,10 @@ def test_settings_in_which_two_evaluations_differ_are_named(tmp_path):
     write_records(b, key=key)
     assert compare(a, b).settings == {} and settings_in_words(compare(a, b)) == []
     other = {"activation": "bfloat16", "lengths": {"inputs": 512}, "vocabulary": "3"}
-    write_records(b, tasks=TASKS[1:], key=key | other | {"calibrated": True})
+    # As in records of two steps, of which provenance.json describes one.
+    write_records(a, key=key | {"checkpoint": "4"})
+    write_records(b, tasks=TASKS[1:], key=key | other | {"calibrated": True, "checkpoint": "5"})
+    assert (compare(a, b).checkpoint_a, compare(a, b).checkpoint_b) == ("4", "5")
     (line,) = settings_in_words(compare(a, b))
     assert line in render_html(comparison_page([compare(a, b)])).replace("&#39;", "'")
     assert line.startswith(

@@ -3,6 +3,7 @@ import json
 import pytest
 
 from t0repro.errors import UserError
+from t0repro.reports.comparison_page import losses_in_words
 from t0repro.reports.losses import compare_losses, loss_curve, read_losses
 
 
@@ -20,6 +21,18 @@ def test_losses_are_aligned_by_step(tmp_path):
     assert compared.worst.step == 2
     assert compared.worst.relative_difference == pytest.approx(1e-3)
     assert (compared.only_a, compared.only_b) == (1, 1)
+
+
+def test_seeds_that_differ_are_named_with_both_values(tmp_path):
+    runs = []
+    for name, file, seed in (("a", "operative_config.gin", 1), ("b", "config.gin", 2)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text(f"x.seed = {seed}\ny.seed = 3\nrun.steps = {seed}\n")
+        runs.append(write_metrics(tmp_path / name / "metrics.jsonl", {1: 4.0}))
+    compared = compare_losses(*runs)
+    assert losses_in_words(compared).endswith(" The runs have other seeds: x.seed (1; 2).")
+    (tmp_path / "b" / "config.gin").write_text("x.seed = 1\n")
+    assert compare_losses(*runs).seeds == ("y.seed (3; unset)",)
 
 
 def test_a_step_done_again_after_a_restart_has_its_last_loss(tmp_path):
