@@ -95,10 +95,15 @@ class Draft:
             value = fields.get(field.name, field.default)
             value = tuple(value) if isinstance(value, list) else value
             if type(value) is not type(field.default) or len(str(value)) > LONGEST:
-                raise UserError(f"The field {field.name} has the wrong type, or is too long.")
+                raise UserError(
+                    f"The field {field.name} has the wrong type, or is too long.",
+                    fix="Shorten it, or reload the page.",
+                )
             values[field.name] = value
         if unknown := [each for each in values["metrics"] if each not in PROMPTSOURCE_METRICS]:
-            raise UserError(f"There is no metric {unknown[0]!r}.")
+            raise UserError(
+                f"There is no metric {unknown[0]!r}.", fix="Choose one of the page's list."
+            )
         return cls(**values)
 
     def template(self) -> Any:

@@ -19,7 +19,7 @@ from t0repro.evaluation.opened import (
 )
 from t0repro.runs.text_scores import score
 from t0repro.tasks.task import TaskDescription
-from t0repro.tasks.vocabulary import VocabularyFile, is_here
+from t0repro.tasks.vocabulary import VOCABULARY_VARIABLE, VocabularyFile, is_here
 
 _MOST_KEPT = 20_000  # scored inputs in memory
 
@@ -49,10 +49,14 @@ class Models:
         vocabulary = task.vocabulary
         if not isinstance(vocabulary, VocabularyFile):
             raise UserError(
-                f"{task.prompt.name} has a vocabulary that this page cannot score with."
+                f"{task.prompt.name} has a vocabulary that this page cannot score with.",
+                fix="Score it with t0repro rank-eval.",
             )
         if not is_here(vocabulary):
-            raise UserError(f"The vocabulary {vocabulary.address} is not on this machine.")
+            raise UserError(
+                f"The vocabulary {vocabulary.address} is not on this machine.",
+                fix=f"Name a copy: {VOCABULARY_VARIABLE}=PATH.",
+            )
         asked = [_request(row) for row in rows]
         with self._lock:
             new = {

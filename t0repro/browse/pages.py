@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from t0repro.browse.draft import Draft, Finding, fields_of
 from t0repro.browse.lengths import Lengths, measure
 from t0repro.browse.listing import list_datasets, list_prompts, options
 from t0repro.browse.scores import Accuracy, Scores, accuracy_of, differ
-from t0repro.browse.shown_rows import ShownRow, cut_long_text, show_rows
+from t0repro.browse.shown_rows import ShownRow, cut_long_text, find_fault, show_rows
 from t0repro.errors import UserError
 from t0repro.reports.page_html import TEMPLATES as REPORT_TEMPLATES
 from t0repro.reports.page_html import make_environment
@@ -212,33 +213,42 @@ class Pages:
         findings: list[Finding],
         *,
         shown: list[ShownRow] | None = None,
-        scored: bool = False,
-        count: int = ROWS,
+        scored: Sequence[Scored] = (),
     ) -> str:
-        """Findings and rows, raw and prompted; with scores of each model if they are wanted."""
-        rows = show_rows(task, split, start, count) if shown is None else shown
-        scores: list[Scored] = []
-        try:
-            scores = self.score(task, rows) if scored else []
-        except UserError as error:  # the vocabulary is another model's
-            findings = [*findings, Finding(error.what)]
+        """Findings and rows, raw and prompted; with the scores that there are."""
         return self.render(
             "rows.html",
-            rows=rows,
+            rows=show_rows(task, split, start, ROWS) if shown is None else shown,
             findings=findings,
             total=task.rows.row_count(split),
             start=start,
-            scored=scores,
+            scored=scored,
         )
 
-    def score(self, task: TaskDescription, rows: list[ShownRow]) -> list[Scored]:
-        """Each model's scores of rows."""
-        if self.models is None:
-            return []
+    def score(
+        self, task: TaskDescription, rows: list[ShownRow]
+    ) -> tuple[list[Scored], list[Finding]]:
+        """Each model's scores of rows, or why there are none."""
         found = []
-        for model in self.models.labels:
-            scores = self.models.score(model, task, rows)
-            found.append(Scored(model, scores, accuracy_of(scores)))
+        try:
+            for model in self.models.labels if self.models else ():
+                scores = self.models.score(model, task, rows)
+                found.append(Scored(model, scores, accuracy_of(scores)))
+        except UserError as error:  # the vocabulary is another model's
+            return [], [Finding(error.what)]
+        return found, []
+
+    def row_faults(self) -> list[str]:
+        """Why prompts give no example of the first rows of the files that were named."""
+        found = []
+        for dataset, files in self.bench.row_files.items():
+            split = first_splits(list(files))[0]
+            for task in self.bench.tasks_of(dataset):
+                try:
+                    fault = find_fault(show_rows(task, split, 0, ROWS))
+                except UserError as error:
+                    fault = f"{error.what.rstrip('.')} ({error.where})"
+                found += [f"{task.prompt.name}: {fault}"] if fault else []
         return found
 
     def side(self, task: TaskDescription, model: str, split: str, start: int, count: int) -> Side:

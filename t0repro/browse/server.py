@@ -168,8 +168,9 @@ def make_app(pages: Pages, token: str, port: int) -> ASGIApp:
             shown = show_rows(task, split, start, ROWS)
             findings = check_draft(draft, task, shown)
             rendered = asked, shown, findings
-        body = pages.rows(task, split, start, findings, shown=shown, scored=scored)
-        return HTMLResponse(body)
+        scores, faults = pages.score(task, shown) if scored else ([], [])
+        findings = [*findings, *faults]
+        return HTMLResponse(pages.rows(task, split, start, findings, shown=shown, scored=scores))
 
     def save(asked: Mapping[str, Any]) -> Response:
         draft = Draft.read(asked["draft"])

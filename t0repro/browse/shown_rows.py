@@ -74,6 +74,14 @@ def cut_long_text(text: str) -> str:
     return f"{text[:LONGEST]} … and {counted(len(text) - LONGEST, 'character')} more"
 
 
+def find_fault(rows: list[ShownRow]) -> str | None:
+    """Why the template fails on one of these rows, or why none has an example; None for neither."""
+    failed = next((row for row in rows if row.error is not None), None)
+    if failed is None and rows and all(row.example is None for row in rows):
+        failed = rows[0]
+    return failed and f"row {failed.number}: {failed.reason.rstrip('.')}"
+
+
 def show_rows(task: TaskDescription, split: str, start: int, count: int) -> list[ShownRow]:
     """Rows `start` to `start + count` of a split, rendered.
 

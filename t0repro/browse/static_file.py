@@ -9,7 +9,7 @@ from typing import Any
 
 from t0repro.browse.listing import ListedDataset, list_datasets, list_prompts, options
 from t0repro.browse.pages import Pages, asset, first_splits
-from t0repro.browse.shown_rows import show_rows
+from t0repro.browse.shown_rows import find_fault, show_rows
 from t0repro.errors import UserError
 from t0repro.tasks.catalog import label
 from t0repro.tasks.rows import choose_rows
@@ -36,7 +36,8 @@ def render_static(pages: Pages, count: int, most_bytes: int = _MOST_BYTES) -> tu
     """
     prompts = list_prompts(pages.bench)
     samples: dict[str, str] = {}
-    lacking: dict[str, list[str]] = {"example": [], "score": []}  # prompts without, and why
+    # Prompts, and why they lack examples of rows, or scores.
+    lacking: dict[str, list[str]] = {"with rows that give no example": [], "without any score": []}
     size, left_out = 0, 0
     for each in prompts:
         if not each.is_here:
@@ -48,7 +49,7 @@ def render_static(pages: Pages, count: int, most_bytes: int = _MOST_BYTES) -> tu
         samples[each.name] = body = _sample(pages, task, count, lacking)
         size += len(body.encode())
     datasets = [(each, _summary(pages, each)) for each in list_datasets(pages.bench)]
-    said = f"A sample of {counted(count, 'row')} of each of {counted(len(samples), 'prompt')}"
+    said = f"A sample of up to {counted(count, 'row')} of each of {counted(len(samples), 'prompt')}"
     if not samples and pages.bench.row_files:
         given = some([label(*each) for each in pages.bench.row_files])
         asked = some(sorted({each.dataset for each in prompts}))
@@ -63,7 +64,7 @@ def render_static(pages: Pages, count: int, most_bytes: int = _MOST_BYTES) -> tu
         said += f"; to bound the file, {counted(left_out, 'prompt')} with rows have none here"
     for what, why in lacking.items():
         if why:
-            said += f"; {counted(len(why), 'prompt')} without any {what}, such as {why[0]}"
+            said += f"; {counted(len(why), 'prompt')} {what}, such as {why[0]}"
     css, script = asset("browse.css"), asset("browse.js")
     policy = (
         f"default-src 'none'; style-src {_hash(css)}; script-src {_hash(script)}; img-src data:;"
@@ -88,21 +89,20 @@ def render_static(pages: Pages, count: int, most_bytes: int = _MOST_BYTES) -> tu
 def _sample(
     pages: Pages, task: TaskDescription, count: int, lacking: Mapping[str, list[str]]
 ) -> str:
-    """A prompt's rows as HTML; why there is no example or score is added to `lacking`."""
-    split = first_splits(task.rows.available_splits())[0]
+    """A prompt's rows as HTML; why rows have no example or score is added to `lacking`."""
+    no_example, no_score = lacking.values()
+    name, split = task.prompt.name, first_splits(task.rows.available_splits())[0]
     try:
         numbers = sorted(choose_rows(task.rows.row_count(split), count))
         rows = [row for number in numbers for row in show_rows(task, split, number, 1)]
-        if rows and all(row.example is None for row in rows):
-            lacking["example"].append(f"{task.prompt.name}: {rows[0].reason.rstrip('.')}")
-        try:
-            pages.score(task, rows)  # which the models keep
-        except UserError as error:
-            lacking["score"].append(f"{task.prompt.name}: {error.what.rstrip('.')}")
-        return pages.rows(task, split, 0, [], shown=rows, scored=True)
     except UserError as error:
-        lacking["example"].append(f"{task.prompt.name}: {error.what.rstrip('.')}")
+        no_example.append(f"{name}: {error.what.rstrip('.')} ({error.where})")
         return pages.render("fault.html", error=error)
+    if fault := find_fault(rows):
+        no_example.append(f"{name}: {fault}")
+    scores, faults = pages.score(task, rows)
+    no_score += [f"{name}: {fault.text.rstrip('.')}" for fault in faults]
+    return pages.rows(task, split, 0, faults, shown=rows, scored=scores)
 
 
 def _summary(pages: Pages, listed: ListedDataset) -> dict[str, Any] | None:

@@ -110,6 +110,8 @@ def browse(
         write_atomically(out, html)
         echo(f"wrote {out}, {sized(len(html.encode()))}. {said}.")
         return
+    for fault in pages.row_faults():
+        echo(f"note: {fault}", err=True)
     # Not by `echo`, which hides passwords, and the token is one.
     serve(pages, port, lambda address: typer.echo(f"Open {address} (Ctrl-C ends it)"))
 

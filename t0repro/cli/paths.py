@@ -29,7 +29,8 @@ def output_file(parameter: typer.CallbackParam, value: Path | None) -> Path | No
     """The callback of each option that names a single file that the command writes.
 
     Raises:
-      UserError: For a folder, a path below a file, or an address that cannot be opened.
+      UserError: For a file that exists, a folder, a path below a file, or an address that cannot
+        be opened.
     """
     path = output(parameter, value)
     if path is not None:
@@ -40,6 +41,12 @@ def output_file(parameter: typer.CallbackParam, value: Path | None) -> Path | No
                 fix=f"Name the file: {path / 'NAME'}",
             )
         check_folder(path.parent, f"{_name(parameter)} {path}")
+        if path.exists():
+            raise UserError(
+                "The file exists.",
+                where=f"{_name(parameter)} {path}",
+                fix="Choose another name, or remove it.",
+            )
     return path
 
 

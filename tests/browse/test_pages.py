@@ -300,7 +300,7 @@ def test_the_static_file_is_bounded_makes_no_request_and_says_what_it_has(own):
     for number in range(4):
         own.save(DATASET, Draft(f"good {number}", JINJA, "no ||| yes").template(), None)
     text, said = render_static(Pages(own, None), 2)
-    assert "2 rows of each of 4 prompts" in said and said in html.unescape(text)
+    assert "up to 2 rows of each of 4 prompts" in said and said in html.unescape(text)
     assert text.count("<article") == 8
     cut, said = render_static(Pages(own, None), 2, most_bytes=1)
     assert "3 prompts with rows have none here" in said and cut.count("<article") == 2
@@ -316,10 +316,12 @@ def test_the_static_file_is_bounded_makes_no_request_and_says_what_it_has(own):
 def test_the_static_file_says_which_prompts_lack_rows_or_examples_and_why(own, tmp_path):
     own.save(DATASET, Draft("with_example", JINJA, "no ||| yes").template(), None)
     own.save(DATASET, Draft("typo", "{{txet}} ||| x").template(), None)
-    text, said = render_static(Pages(own, None), 2)
+    text, said = render_static(Pages(own, None), 9)
     assert said.endswith(
-        "; 1 prompt without any example, such as reviews_typo: 'txet' is undefined; nearest: 'text'"
+        "; 1 prompt with rows that give no example, such as reviews_typo: row 0: 'txet' is"
+        " undefined; nearest: 'text'"
     )
+    assert Pages(own, None).row_faults() == [said.partition("such as ")[2]]  # for the console
     assert said in html.unescape(text)
     other = make_bench([tmp_path / "mine.yaml"], [write_rows(tmp_path / "films.csv")])
     other.tasks = {name: task for name, task in other.tasks.items() if name.startswith("reviews_")}

@@ -331,10 +331,13 @@ def test_each_command_says_within_two_seconds_that_there_are_no_credentials(tmp_
 
 
 @pytest.mark.parametrize("command", ["browse", "tasks overlap --train=a --eval=b"])
-def test_a_folder_or_a_path_below_a_file_is_refused_as_one_files_name(
+def test_what_is_there_or_can_be_no_file_is_refused_as_one_files_name(
     tmp_path, monkeypatch, capsys, command
 ):
     (tmp_path / "file.txt").write_text("")
-    for out, what in (("", "This is a folder"), ("file.txt/x.html", "file.txt is a file")):
+    for out, what in (
+        *(("", "This is a folder"), ("file.txt/x.html", "file.txt is a file")),
+        ("file.txt", "The file exists"),
+    ):
         code, _, errors = run(monkeypatch, capsys, *command.split(), f"--out={tmp_path / out}")
         assert code == 2 and what in errors and "where: --out" in errors
