@@ -217,7 +217,7 @@ def test_what_needs_the_reference_tier_is_named(results):
     assert "TIER=reference bash scripts/setup.sh" in printed
     code, printed = results["an unknown mixture"]
     assert code == 2 and "There is no task or mixture 'demo_trian'." in printed
-    assert "fix: Nearest: 'demo_train'" in printed
+    assert "fix: Nearest: 'demo_train'" in printed and "(%MIXTURE_OR_TASK_NAME" in printed
     code, printed = results["mesh eval of packed rows"]
     assert code == 2 and "mode eval reads packed or shuffled examples" in printed
     code, printed = results["mesh on Mesh TensorFlow"]

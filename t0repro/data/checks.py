@@ -129,10 +129,10 @@ SPLIT = "MIXTURE_OR_TASK_SPLIT (utils.DatasetConfig.split)"
 """The settings of an evaluation's or inference's split: T5X's macro, and its binding."""
 
 
-def check_mixture(name: str) -> None:
-    """Raises UserError unless a task or mixture of this name is registered."""
+def check_mixture(name: str, where: str | None = None) -> None:
+    """Raises UserError, with the place that binds it, unless a mixture or task is registered."""
     if name not in registered_mixtures() and name not in registered_tasks():
-        raise unknown_mixture(name)
+        raise unknown_mixture(name, where)
 
 
 def check_lengths(

@@ -3,8 +3,10 @@
 import dataclasses
 
 import pytest
+import seqio
 
 import gin
+from t0repro.config.gin.errors import configuration_errors
 from t0repro.config.model import Layout
 from t0repro.config.mtf import dialect
 from t0repro.config.mtf.parser import MeshInputs
@@ -216,6 +218,15 @@ def test_several_mixtures_in_one_name_are_an_unknown_mixture_at_their_place(name
     with pytest.raises(UserError, match="no task or mixture(.|\n)*Nearest: 'demo_train'") as error:
         load(f"MIXTURE_NAME = {name}")
     assert error.value.where.startswith("--gin_param") and name in error.value.where
+
+
+def test_seqios_bare_word_on_a_name_of_another_type_is_an_unknown_mixture():
+    for name in (5, ["demo_train"]):
+        with pytest.raises(AssertionError) as seqios:
+            seqio.get_mixture_or_task(name)
+        message = f"There is no task or mixture .*{str(name)[-10:]}"
+        with pytest.raises(UserError, match=message), configuration_errors():
+            raise seqios.value
 
 
 def test_a_list_of_factors_becomes_a_product_with_every_argument():

@@ -11,9 +11,10 @@ from t0repro.cli.results import echo
 from t0repro.cli.t5x_options import T5xOptions
 from t0repro.config.data import SeqioDataConfig
 from t0repro.config.run import TrainRun
+from t0repro.config.t5x.calls import calls_in
 from t0repro.config.t5x.gin_files import Parsed
 from t0repro.config.t5x.model import read_vocabularies
-from t0repro.data.checks import check_same_tasks
+from t0repro.data.checks import check_mixture, check_same_tasks
 from t0repro.data.seqio_need import why_training_needs_seqio
 from t0repro.errors import needs_reference_tier
 from t0repro.tasks.availability import drop_missing_splits, drop_missing_tasks
@@ -46,6 +47,7 @@ def register(
     if not needs_seqio(modules) and not options.tfds_data_dir:
         load_tasks(modules, into_seqio=False)
         add_cache_dirs(folders, flag)
+        _check_mixtures(parsed, datasets)
         if options.skip_missing:
             drop_missing(datasets)
         why = why_not()
@@ -62,8 +64,19 @@ def register(
         seqio.set_tfds_data_dir_override(options.tfds_data_dir)
     add_cache_dirs(folders, flag)
     load_tasks(modules, into_seqio=True)
+    _check_mixtures(parsed, datasets)
     if options.skip_missing:
         drop_missing(datasets)
+
+
+def _check_mixtures(parsed: Parsed, datasets: Sequence[Any]) -> None:
+    """Checks that what the run reads is registered; else the error has the place of its name."""
+    # A dataset function of the user's may take any name.
+    read = [each.mixture_or_task_name for each in datasets if isinstance(each, SeqioDataConfig)]
+    for call in calls_in(parsed.program):
+        name = call.arguments.get("mixture_or_task_name")
+        if isinstance(name, str) and name in read:
+            check_mixture(name, call.places.get("mixture_or_task_name"))
 
 
 def register_for_training(parsed: Parsed, config: TrainRun, options: T5xOptions) -> tuple[Any, Any]:

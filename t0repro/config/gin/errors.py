@@ -69,30 +69,57 @@ def configuration_errors(bindings: Bindings | None = None, *, t5x: bool = False)
 def _describe(error: Exception, files: list[str], bindings: Bindings, t5x: bool) -> UserError:
     """The UserError for an exception raised while `files`, innermost last, were being parsed."""
     text, file = str(error), files[-1] if files else None
-    # seqio's own message, which has no class of its own.
+    # seqio's own message, which has no class of its own; that for a name of another type is bare.
     unknown = re.match(r"""No Task or Mixture found with name ['"](.*)['"]""", text)
+    if isinstance(error, AssertionError):
+        unknown = re.match("Got: (.*)", text)
     if unknown:
-        return unknown_mixture(unknown.group(1), _places_of_value(unknown.group(1), bindings))
+        return unknown_mixture(unknown[1], _places_of_value(unknown[1], bindings))
+    if found := _describe_module(error, file) or _describe_file(error, files, bindings):
+        return found
+    if re.match(r"'[\w.]+' was not provided by an import statement", text):
+        return _missing_import_error(text, _place_in(text) or file or ANYWHERE, t5x)
+    where = _place_of(error, file) or _place_of_call(text, bindings) or ANYWHERE
+    fix = _fix_of_value(error) or nearest_parameter(text) or _FIX
+    # With dynamic registration, gin misses an import line instead.
+    name = re.search(r"No configurable matching (?:reference )?'@?(?:(\w+)\.)?", text)
+    if t5x and file and name:
+        imports = _import_line(name[1]) if name[1] else "an import line for each name"
+        fix = (
+            f"Begin the file with `from __gin__ import dynamic_registration` and {imports}: import"
+            " lines define names only after the first. Or name the file after one that has both, as"
+            " a model's or a run's does."
+        )
+    return UserError(_words(error), where=where, fix=fix)
+
+
+def _describe_module(error: Exception, file: str | None) -> UserError | None:
+    """The UserError for a module that is missing or fails when it is imported; else None."""
+    importer = _place_in(str(error))
     if isinstance(error, ModuleNotFoundError):
         return UserError(
             # gin raises a copy of the error, which has its text and traceback and nothing else.
             f"{_words(error)}{_importer(error)}.",
-            where=_place_in(text) or "--module_import, or an `import` line of a gin file",
+            where=importer or "--module_import, or an `import` line of a gin file",
             fix="Check the module's name; it is looked for among what is installed, in PYTHONPATH"
             " and in the working folder.",
         )
-    if place := place_in_module(error):
-        importer = _place_in(text) or file
-        return UserError(
-            f"A module cannot be imported: {type(error).__name__}: {_message(error)}",
-            where=place + (f", imported by {importer}" if importer else ""),
-            fix="Correct the module; --debug shows the traceback.",
-        )
+    if (place := place_in_module(error)) is None:
+        return None
+    importer = importer or file
+    return UserError(
+        f"A module cannot be imported: {type(error).__name__}: {_message(error)}",
+        where=place + (f", imported by {importer}" if importer else ""),
+        fix="Correct the module; --debug shows the traceback.",
+    )
+
+
+def _describe_file(error: Exception, files: list[str], bindings: Bindings) -> UserError | None:
+    """The UserError for a gin file that is missing, is no text or includes itself; else None."""
+    text, file = str(error), files[-1] if files else None
     missing = re.match(r"Unable to open file: (.*?)\. Searched config paths: (.*?)\.(\n|$)", text)
     if missing:
         return no_gin_file(missing[1], _parse_list(missing[2]), _place_in(text) or "--gin_file")
-    if re.match(r"'[\w.]+' was not provided by an import statement", text):
-        return _missing_import_error(text, _place_in(text) or file or ANYWHERE, t5x)
     if isinstance(error, SyntaxError) and (error.text or "").startswith("\ufeff"):
         return UserError(
             "The gin file begins with a byte order mark, which gin does not read.",
@@ -115,18 +142,7 @@ def _describe(error: Exception, files: list[str], bindings: Bindings, t5x: bool)
             or ANYWHERE,
             fix="Remove the `include` or the `@name()` that leads back to itself.",
         )
-    where = _place_of(error, file) or _place_of_call(text, bindings) or ANYWHERE
-    fix = _fix_of_value(error) or nearest_parameter(text) or _FIX
-    # With dynamic registration, gin misses an import line instead.
-    name = re.search(r"No configurable matching (?:reference )?'@?(?:(\w+)\.)?", text)
-    if t5x and file and name:
-        imports = _import_line(name[1]) if name[1] else "an import line for each name"
-        fix = (
-            f"Begin the file with `from __gin__ import dynamic_registration` and {imports}: import"
-            " lines define names only after the first. Or name the file after one that has both, as"
-            " a model's or a run's does."
-        )
-    return UserError(_words(error), where=where, fix=fix)
+    return None
 
 
 def _import_line(name: str) -> str:
@@ -323,5 +339,5 @@ def unknown_mixture(name: str, where: str | None = None) -> UserError:
         f"There is no task or mixture {name!r}.",
         where=where or f"{len(known)} tasks and mixtures are registered by the imported modules",
         fix=how_to_register(name, nearest_names(name, known))
-        + " t5's own are of t5.data.mixtures.",
+        + " For t5's own: --module_import t5.data.mixtures.",
     )

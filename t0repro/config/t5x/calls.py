@@ -194,16 +194,17 @@ def _dataset(call: Call, places: dict[str, str], prefix: str) -> SeqioDataConfig
 
 def _save(call: Call, places: dict[str, str], prefix: str) -> SaveConfig:
     """Which checkpoints to write and keep; in T5X, a class of its own keeps the best."""
-    best, keep_period = call["checkpointer_cls"], call["keep_period"]
+    best, given = call["checkpointer_cls"], {}
     if isinstance(best, Call) and best.configurable == CHECKPOINTER:
         best = None
     if best is not None:
         if not isinstance(best, Call) or KIND_OF.get(best.configurable) is not BestCheckpoints:
             why = "checkpoints are read and written in one way, which keeps T5X's tree."
             call.refuse("checkpointer_cls", why)
-        keep_period = keep_period or best["force_keep_period"]
+        if not call["keep_period"]:
+            given = {"keep_period": best["force_keep_period"] or None}
     kept = build(best, places, f"{prefix}best.")
-    return call.read(SaveConfig, places, prefix, best=kept, keep_period=keep_period or None)
+    return call.read(SaveConfig, places, prefix, best=kept, **given)
 
 
 def _restore(call: Call, places: dict[str, str], prefix: str) -> RestoreConfig | None:

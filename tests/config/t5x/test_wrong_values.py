@@ -104,7 +104,7 @@ def test_600_more_wrong_values_are_refused_with_their_place_or_of_the_declared_t
         ("train", "seqio.Evaluator.logger_cls = None", "must be a list"),
         ("train", "utils.SaveCheckpointConfig.checkpoint_steps = -1", "must be a list"),
         ("train", "train/utils.DatasetConfig.task_feature_lengths = 3", "must be a mapping"),
-        ("train", "utils.SaveCheckpointConfig.keep_period = -1", "keep_period is -1"),
+        ("train", "utils.SaveCheckpointConfig.keep_period = -1", "^utils.Save.*keep_period is -1"),
         ("train", "utils.SaveCheckpointConfig.period = -1", "at least 1, or 0, or None"),
         ("eval", "models.EncoderDecoderModel.input_vocabulary = 0", "must be a vocabulary"),
         (
