@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -190,29 +191,48 @@ def _make_no_encoder_error(path: str) -> UserError:
 
 
 def open_cached(
-    open_one: Callable[[str, DType], Checkpoint], path: str, activation: DType
+    open_one: Callable[[str, DType, int | None], Checkpoint],
+    model: str | os.PathLike[str] | Checkpoint,
+    activation: DType,
+    step: int | None,
 ) -> Checkpoint:
-    """The latest checkpoint at a path, which stays in memory until another is asked for.
+    """A path's checkpoint, which stays in memory until another is asked for; or an open one.
 
     Args:
       open_one: how to open it.
-      path: the checkpoint; it is opened again if its files, or those that set its arithmetic,
+      model: the checkpoint; it is opened again if its files, or those that set its arithmetic,
         change.
-      activation: dtype of the activations.
+      activation: dtype of the activations, if it is not open.
+      step: step of the checkpoint; the latest by default.
+
+    Raises:
+      UserError: if there is none, or the open one is of another step.
     """
     from t0repro.converters import model_files, sources
 
+    if isinstance(model, Checkpoint):
+        if step not in (None, model.step):
+            raise UserError(
+                f"The checkpoint that is open is of step {model.step}.",
+                where=f"step={step}",
+                fix="Leave the step out, or give the path of the checkpoints.",
+            )
+        return model
     # A folder's latest checkpoint changes during training, and a file when it is replaced.
-    version = model_files.version(sources.find_checkpoint(path))
-    return _open_version(open_one, path, json.dumps(version), activation)
+    version = model_files.version(sources.find_checkpoint(model, step))
+    return _open_version(open_one, os.fspath(model), json.dumps(version), activation, step)
 
 
 @functools.lru_cache(maxsize=1)
 def _open_version(
-    open_one: Callable[[str, DType], Checkpoint], path: str, version: str, activation: DType
+    open_one: Callable[[str, DType, int | None], Checkpoint],
+    path: str,
+    version: str,
+    activation: DType,
+    step: int | None,
 ) -> Checkpoint:
     del version  # only part of the cache key
-    return open_one(path, activation)
+    return open_one(path, activation, step)
 
 
 def _load(

@@ -36,6 +36,7 @@ def score(
     inputs: Sequence[str],
     choices: Sequence[str] | Sequence[Sequence[str]],
     *,
+    step: int | None = None,
     vocabulary: str | os.PathLike[str] | VocabularyFile | None = None,
     lengths: Mapping[str, int] = LENGTHS,
     activation: DType = "float32",
@@ -53,6 +54,7 @@ def score(
         its files, or the gin files beside it, change.
       inputs: The rendered prompts.
       choices: The choices of all inputs, or a sequence of choices for each input.
+      step: Step of the checkpoint; the latest by default.
       vocabulary: The SentencePiece model, with or without T5's sentinels, or "bytes" for ByT5's, or
         an opened one; by default T5's own, or the one that T0REPRO_VOCAB names.
       lengths: Maximum tokens of `inputs` and `targets`; longer ones are cut.
@@ -70,10 +72,7 @@ def score(
     _check_lengths(lengths)
     named = isinstance(vocabulary, VocabularyFile)
     file = vocabulary if named else named_vocabulary(vocabulary)
-    if isinstance(model, Checkpoint):
-        checkpoint = model
-    else:
-        checkpoint = open_cached(_open, os.fspath(model), activation)
+    checkpoint = open_cached(_open, model, activation, step)
     if adapter is not None:
         checkpoint = attach_adapter(checkpoint, open_adapter_at(os.fspath(adapter)))
     check_fits(file, checkpoint.model.config.vocab_size, checkpoint.path, checkpoint.folders)
@@ -85,8 +84,8 @@ def score(
     return scores
 
 
-def _open(path: str, activation: DType) -> Checkpoint:
-    return open_checkpoint(path, None, activation)
+def _open(path: str, activation: DType, step: int | None) -> Checkpoint:
+    return open_checkpoint(path, step, activation)
 
 
 def _of_each(

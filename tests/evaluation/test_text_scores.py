@@ -131,7 +131,7 @@ def test_half_a_pair_of_surrogates_is_refused_with_its_place(checkpoint):
 
 
 def test_an_activation_that_is_no_dtype_is_refused(checkpoint):
-    with pytest.raises(UserError, match="activation is 'bf16'; it must be one of 'float32', 'bf"):
+    with pytest.raises(UserError, match="activation is 'bf16'(.|\n)*one of 'float32', 'bf"):
         t0repro.score(checkpoint, TEXTS, ["a"], vocabulary=VOCABULARY, activation="bf16")
 
 
@@ -198,6 +198,10 @@ def test_a_folder_is_scored_with_its_latest_checkpoint_even_after_an_earlier_cal
     np.testing.assert_allclose(first, of_memory, rtol=1e-5)
     save(tmp_path, 8, seed=1)
     assert (scores() != first).all()
+    again = t0repro.score(tmp_path, TEXTS, ["good", "bad"], vocabulary=VOCABULARY, step=7)
+    assert (again == first).all()
+    with pytest.raises(UserError, match=f"open is of step {checkpoint.step}"):
+        t0repro.score(checkpoint, TEXTS, ["a"], vocabulary=VOCABULARY, step=checkpoint.step + 1)
 
 
 @pytest.mark.parametrize("written_as", ["hf", "jax"])
