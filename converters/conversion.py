@@ -127,7 +127,11 @@ class Cast(_Wrapper):
     def __init__(self, reader: CheckpointReader, dtype: str | None):
         super().__init__(reader)
         if dtype not in (None, *DTYPES):
-            raise UserError(f"There is no type {dtype!r} to convert to; give float32 or bfloat16.")
+            raise UserError(
+                f"There is no type {dtype!r} to convert to.",
+                where="--dtype (in Python dtype)",
+                fix="Give float32 or bfloat16.",
+            )
         parameters = {
             key: info for key, info in reader.tensors.items() if key.startswith(naming.PARAMETERS)
         }
@@ -138,8 +142,8 @@ class Cast(_Wrapper):
                         f"{reader.native_name(key)} is {info.dtype.name}; parameters are kept in"
                         " float32 or bfloat16.",
                         where=reader.ref.path,
-                        fix="Add --dtype float32 (exact for float16, rounded for float64) or"
-                        " --dtype bfloat16.",
+                        fix="Give --dtype float32 (exact for float16, rounded for float64) or"
+                        " --dtype bfloat16, in Python dtype.",
                     )
             return
         self._dtype = np.dtype(dtype)
@@ -180,7 +184,9 @@ class Resized(_Wrapper):
         super().__init__(reader)
         if vocab_size < 1:
             raise UserError(
-                f"A vocabulary cannot have {vocab_size} entries.", fix="Give at least 1."
+                f"A vocabulary cannot have {vocab_size} entries.",
+                where="--vocab_size (in Python vocab_size)",
+                fix="Give at least 1.",
             )
         _check_order(reader, vocab_size)
         self._axes: dict[str, int] = {}
@@ -223,7 +229,7 @@ def _check_order(reader: CheckpointReader, vocab_size: int) -> None:
                     f"With a vocabulary of {vocab_size} the slots of {reader.native_name(key)}"
                     " would average over another axis.",
                     where=reader.ref.path,
-                    fix="Convert without slots (--no_slots), or keep the vocabulary's size.",
+                    fix="Keep the size, or leave the slots out: --no_slots, in Python slots=False.",
                 )
 
 
@@ -459,7 +465,7 @@ def adapter_conversion(
     if is_local and not storage.is_file(storage.join(note.base, "config.json")):
         notes.append(
             f"PEFT loads the base from a folder of Hugging Face's, which {note.base} is not: write"
-            " one with `t0repro convert BASE DIR --to hf`, and convert the adapter with --base DIR."
+            " one with `t0repro convert BASE DIR --to hf`, and name DIR as its base (--base)."
         )
     return Conversion(
         outputs,

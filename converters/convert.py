@@ -169,7 +169,11 @@ def _plan(
     step = int(reader.read(naming.STEP))
     # Mesh TensorFlow's global step is an int64.
     if not 0 <= step <= np.iinfo(np.int32).max:
-        raise UserError(f"The global step {step} does not fit T5X's int32.", where=ref.path)
+        raise UserError(
+            f"The global step {step} does not fit T5X's int32.",
+            where=ref.path,
+            fix="Convert a checkpoint of another step.",
+        )
     destination.check_space(total_bytes(reader.tensors))
     target = _target(destination.path, to, step)
     conversion = make_conversion(reader, target, family, options)
@@ -314,7 +318,11 @@ def _target(directory: str, to: Target, step: int) -> CheckpointRef:
 def _check_request(to: Target, options: Options) -> None:
     known = [*get_args(Format), "adapter"]
     if to not in known:
-        raise UserError(f"There is no format {to!r}; there are {', '.join(known)}.")
+        raise UserError(
+            f"There is no format {to!r}.",
+            where="--to (in Python to)",
+            fix=f"Give one of {', '.join(known)}; hf is Hugging Face's.",
+        )
     changed = [
         field.name
         for field in dataclasses.fields(Options)
@@ -322,23 +330,39 @@ def _check_request(to: Target, options: Options) -> None:
     ]
     if to in ("peft", "adapter") and changed:
         raise UserError(
-            f"An adapter alone is written as it is, so --{changed[0]} changes nothing.",
-            fix="Remove the option, or write the whole model: --to jax, t5x, mtf or hf.",
+            f"An adapter alone is written as it is, so {changed[0]} changes nothing.",
+            where=_shown(changed[0]),
+            fix="Leave it out, or write the whole model, to jax, t5x, mtf or hf.",
         )
     if options.scan and to != "t5x":
-        raise UserError("--scan stacks the layers of T5X's checkpoints only.", fix="Add --to t5x.")
+        raise UserError(
+            "Layers are stacked in T5X's checkpoints only.",
+            where=_shown("scan"),
+            fix="Convert to t5x, or leave it out.",
+        )
     if options.master_dtype and to != "mtf":
         raise UserError(
-            "Only Mesh TensorFlow has masters (--master_dtype).",
-            fix="Use --dtype for other formats.",
+            "Only Mesh TensorFlow has masters.",
+            where=_shown("master_dtype"),
+            fix=f"Give {_shown('dtype')} for other formats.",
         )
     if options.master_dtype and options.dtype not in (None, options.master_dtype):
         raise UserError(
-            f"--dtype asks for {options.dtype}, --master_dtype for {options.master_dtype}.",
+            f"One type is {options.dtype}, and that of masters {options.master_dtype}.",
+            where=f"{_shown('dtype')}, {_shown('master_dtype')}",
             fix="Give one of them.",
         )
     if options.layout and to != "t5x":
-        raise UserError("--layout is for T5X's checkpoints only.", fix="Add --to t5x.")
+        raise UserError(
+            "Only T5X's checkpoints have layouts.",
+            where=_shown("layout"),
+            fix="Convert to t5x, or leave it out.",
+        )
+
+
+def _shown(option: str) -> str:
+    """An option of the command and of the function."""
+    return f"--{option} (in Python {option})"
 
 
 def _check_form_exists(shape: ModelShape, to: Target, ref: CheckpointRef, scan: bool) -> None:

@@ -141,14 +141,14 @@ def read_pieces(vocabulary: Path, family: ModelShape, sentinels: int | None = No
             "The vocabulary is not a unigram model, as T5's are. (Pile-T5's, for instance, is"
             " Llama's, of byte pairs.)",
             where=str(vocabulary),
-            fix="Leave --vocab out, and copy the tokenizer files of the released model.",
+            fix="Leave it (--vocab) out, and copy the tokenizer files of the released model.",
         )
     if model.trainer_spec.treat_whitespace_as_suffix or not rules.escape_whitespaces:
         raise UserError(
             "The vocabulary marks the ends of words instead of their beginnings, or does not mark"
             " spaces; no tokenizer of transformers does that.",
             where=str(vocabulary),
-            fix="Leave --vocab out, and tokenize with the SentencePiece model itself.",
+            fix="Leave it (--vocab) out, and tokenize with the SentencePiece model itself.",
         )
     unknown, eos = processor.unk_id(), processor.eos_id()
     if eos < 0:

@@ -41,6 +41,8 @@ from t0repro.parameters.shape import ModelShape, check_parameters
 from t0repro.progress import say
 from t0repro.words import counted, some
 
+_NO_SLOTS = "Convert without slots: --no_slots, in Python slots=False."
+
 
 def find_checkpoint(
     path: str | os.PathLike[str], step: int | None = None, source: Format | None = None
@@ -398,7 +400,7 @@ def open_checkpoint(ref: CheckpointRef) -> CheckpointReader:
         raise UserError(
             "A base is given, but the checkpoint is not an adapter's.",
             where=ref.path,
-            fix="Leave out --base.",
+            fix="Leave out --base (in Python base).",
         )
     manifest = read_manifest(ref.folder)
     norm_names = manifest.norm_names if manifest else None
@@ -608,7 +610,7 @@ def check_optimizer(reader: CheckpointReader) -> None:
             raise UserError(
                 f"The checkpoint {what}: {counted(len(names), 'variable')}, {some(names)}.",
                 where=reader.ref.path,
-                fix="Convert without slots (--no_slots), and train on from the result.",
+                fix=f"{_NO_SLOTS} Training goes on from the result.",
             )
 
 
@@ -636,7 +638,7 @@ def _check_slots(reader: CheckpointReader, shapes: dict[str, tuple[int, ...]]) -
                 f"The slot {name} has the shape {list(present[factored[0]].shape)}, but only"
                 f" matrices have such a slot, and its variable has the shape {list(shape)}.",
                 where=reader.ref.path,
-                fix="Convert without slots (--no_slots), or get the whole checkpoint.",
+                fix=f"{_NO_SLOTS} Or get the whole checkpoint.",
             )
         # A parameter has both factored slots, or one unfactored second moment.
         adafactor = ("v_row", "v_col") if {"v_row", "v_col"} & present.keys() else ("v",)
@@ -646,7 +648,7 @@ def _check_slots(reader: CheckpointReader, shapes: dict[str, tuple[int, ...]]) -
                 raise UserError(
                     f"A slot is missing: {name}. Other variables have theirs.",
                     where=reader.ref.path,
-                    fix="Convert without slots (--no_slots), or get the whole checkpoint.",
+                    fix=f"{_NO_SLOTS} Or get the whole checkpoint.",
                 )
             expected = naming.slot_shape(slot, shape)
             if present[slot].shape != expected:
@@ -654,6 +656,7 @@ def _check_slots(reader: CheckpointReader, shapes: dict[str, tuple[int, ...]]) -
                     f"The slot {name} has the shape {present[slot].shape} where {expected} fits its"
                     f" variable of shape {shape}.",
                     where=reader.ref.path,
+                    fix=_NO_SLOTS,
                 )
 
 

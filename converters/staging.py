@@ -171,7 +171,8 @@ class OnDisk:
             if directory.exists()
             else f"The destination is a link to {directory.readlink()}, which is not there.",
             where=str(directory),
-            fix="Name a directory that does not exist, or add --force to write into this one."
+            fix="Name a directory that does not exist, or write into this one: --force, in"
+            " Python force=True."
             if directory.is_dir()
             else "Name a directory.",
         )

@@ -179,7 +179,9 @@ def _load(path: str, packed: bytes) -> tuple[dict[str, Any], int]:
     version, tree = content.get("version", 0), content.get("optimizer")
     if version not in (2, 3) or not isinstance(tree, dict):
         raise UserError(
-            f"T5X's checkpoint is of version {version}; versions 2 and 3 can be read.", where=path
+            f"T5X's checkpoint is of version {version}; versions 2 and 3 can be read.",
+            where=path,
+            fix="Save it again with T5X, which writes version 3.",
         )
     return tree, version
 

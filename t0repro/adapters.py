@@ -74,7 +74,9 @@ class Adapter:
                 matching = [path for path in all_kernels if re.fullmatch(target, path)]
             except (re.error, OverflowError, RecursionError) as error:
                 raise UserError(
-                    f"{target!r} is not a regular expression: {error}.", where=where
+                    f"{target!r} is not a regular expression: {error}.",
+                    where=where,
+                    fix="Correct it; it is matched with the parameters' whole names.",
                 ) from error
             if not matching:
                 raise UserError(

@@ -84,7 +84,7 @@ def check_choice(value: object, kind: Any, where: str) -> None:
     """Raises UserError unless a value is one of a Literal type's, for callers without a checker."""
     if value not in get_args(kind):
         among = ", ".join(map(repr, get_args(kind)))
-        raise UserError(f"{where} is {value!r}; it must be one of {among}.", where=where)
+        raise UserError(f"{where} is {value!r}.", where=where, fix=f"Give one of {among}.")
 
 
 def similar_names(name: str, known: Iterable[str], count: int = 5) -> list[str]:

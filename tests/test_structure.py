@@ -1,10 +1,12 @@
 """docs/structure.md draws the house as it is, and as the import contract states it."""
 
+import ast
 import re
 import tomllib
 from pathlib import Path
 
 import t0repro
+from t0repro import converters, tasks
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -47,3 +49,15 @@ def test_every_file_that_these_pages_name_exists():
         for name in sorted(named)
         if not any((ROOT / x / name).exists() for x in (".", "t0repro"))
     ] == []
+
+
+def test_every_error_says_what_to_do_next():
+    """As docs/troubleshooting.md claims; two errors repeat others' texts, which have it."""
+    without = []
+    packages = [Path(each.__file__).parent for each in (t0repro, tasks, converters)]
+    for path in sorted(path for folder in packages for path in folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "UserError":
+                if "fix" not in {each.arg for each in node.keywords}:
+                    without.append(f"{path.parent.name}/{path.name}")
+    assert without == ["jobs/commands.py", "runs/checks.py"]

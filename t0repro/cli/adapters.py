@@ -17,7 +17,7 @@ app = App(
     "adapters",
     help="Merge adapters into their base, and get the base back.",
     no_args_is_help=True,
-    example="t0repro adapters merge runs/my_adapter runs/my_model --to hf",
+    example="t0repro adapters merge runs/my_adapter runs/merged --to hf",
 )
 
 _FullFormat = Literal["mtf", "t5x", "jax", "hf"]
@@ -43,7 +43,7 @@ def merge(
     `t0repro convert` does the same and has options for types, vocabularies and layouts.
 
     Example:
-      t0repro adapters merge runs/my_adapter runs/my_model --to hf
+      t0repro adapters merge runs/my_adapter runs/merged --to hf
     """
     echo(f"reading {adapter} ...", err=True)
 
@@ -68,7 +68,7 @@ def unmerge(
     must give the merged checkpoint, bit for bit.
 
     Example:
-      t0repro adapters unmerge runs/my_model runs/base
+      t0repro adapters unmerge runs/merged runs/base
     """
     echo(f"reading {merged} ...", err=True)
 

@@ -302,7 +302,11 @@ def _extra_content(label: str, shown: ContentOptions) -> ExtraContent:
 
 def _text(path: Path) -> str:
     if not path.is_file():
-        raise UserError("There is no file with the result of a conversion here.", where=str(path))
+        raise UserError(
+            "There is no file with the result of a conversion here.",
+            where=f"--conversion {path}",
+            fix="Name one, such as `t0repro checkpoint diff A B > conversion.txt` writes.",
+        )
     return path.read_text(encoding="utf-8").strip()
 
 

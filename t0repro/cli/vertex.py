@@ -304,7 +304,8 @@ def _check_options(context: typer.Context, arguments: Arguments) -> None:
         try:
             flags.FLAGS([MESH_TRANSFORMER, *canonical_arguments(arguments.words)])
         except flags.Error as error:
-            raise UserError(f"{MESH_TRANSFORMER}: {error}.", where="after `--`") from error
+            fix = f"{MESH_TRANSFORMER} --help lists its flags."
+            raise UserError(f"{MESH_TRANSFORMER}: {error}.", where="after `--`", fix=fix) from error
         return
     root = context.find_root()
     group: Any = root.command

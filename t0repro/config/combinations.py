@@ -32,6 +32,7 @@ def check_combinations(config: TrainRun) -> None:
             raise UserError(
                 f"{shown} cannot be trained with this setting ({field}): {why}",
                 where=places.get(field) or places.get(cause),
+                fix="Change the setting, or train without it.",
             )
 
 

@@ -76,7 +76,11 @@ class CachedBatches(MixedBatches):
         }
         self._counts = counts
         if not rates:
-            raise UserError(f"No task has an example in {split!r}.", where=", ".join(counts))
+            raise UserError(
+                f"No task has an example in {split!r}.",
+                where=", ".join(counts),
+                fix="Name another split, or cache tasks with rows in it.",
+            )
         super().__init__(
             # SeqIO sorts tasks by name, which is the name of a task's folder.
             {folder: rates[folder] for folder in sorted(rates, key=lambda each: Path(each).name)},

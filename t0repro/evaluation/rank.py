@@ -126,7 +126,11 @@ def rank_classification(
     # t5 weights an example by its first choice with fixed classes, else by the predicted choice.
     weight = table.weight[rows, 0 if num_classes else best]
     if not weight.sum() > 0:
-        raise UserError(f"The weights of {scores.task!r} sum to zero.", where=f"step {scores.step}")
+        raise UserError(
+            f"The weights of {scores.task!r} sum to zero.",
+            where=f"step {scores.step}",
+            fix="Give the task's examples weights above 0, or leave the task out.",
+        )
     correct = table.is_correct[rows, best]
     tie, margin = _ties_and_margins(table, best)
     metrics = {"accuracy": float(100 * np.average(correct, weights=weight))}

@@ -135,7 +135,11 @@ def _write_rows(task: TaskDescription, split: str, path: Path) -> int:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
             examples += 1
     if not examples:
-        raise UserError(f"Task {task.prompt.name!r} gives no example of split {split!r}.")
+        raise UserError(
+            f"Task {task.prompt.name!r} gives no example of split {split!r}.",
+            where="--split",
+            fix="Name another split, or leave the task out of the mixture.",
+        )
     return examples
 
 

@@ -359,6 +359,7 @@ def recognize(names_and_shapes: Mapping[str, Iterable[int]]) -> ModelShape:
             f"The shapes fit no T5: attention kernels are {query[1]} wide, which is not a multiple"
             f" of the {bias[0]} heads of the relative position bias.",
             where=f"{attention}/query/kernel, {first_bias}",
+            fix=_ANOTHER,
         )
     return ModelShape(
         num_encoder_layers=_count_layers(shapes, "decoder" if shared else "encoder"),
@@ -395,6 +396,9 @@ def _path(name: str, bias_per_layer: bool | None = None) -> str | None:
     return naming.mtf_to_path(name, bias_per_layer)
 
 
+_ANOTHER = "Name a T5's checkpoint; if this is one, get it again from where it came from."
+
+
 def _matrix(shapes: Mapping[str, tuple[int, ...]], path: str) -> tuple[int, ...]:
     if path not in shapes:
         raise UserError(
@@ -404,7 +408,9 @@ def _matrix(shapes: Mapping[str, tuple[int, ...]], path: str) -> tuple[int, ...]
             " position bias and no positions of another kind can be converted.",
         )
     if len(shapes[path]) != 2:
-        raise UserError(f"{path} should be a matrix, but has the shape {shapes[path]}.")
+        raise UserError(
+            f"{path} should be a matrix, but has the shape {shapes[path]}.", fix=_ANOTHER
+        )
     return shapes[path]
 
 
@@ -450,6 +456,7 @@ def check_parameters(
                 f"{native_name(path)} has the shape {shapes[path]}, but the other variables call"
                 f" for {shape} ({describe(family)}).{_hint(path)}",
                 where=where,
+                fix=_ANOTHER,
             )
     return family
 

@@ -200,7 +200,11 @@ def _replicas_of_vertex_ai(
 
 def _number(variable: str, text: str) -> int:
     if not text.isdecimal():
-        raise UserError(f"{variable} is {text!r}, which is not a number.", where=variable)
+        raise UserError(
+            f"{variable} is {text!r}, which is not a number.",
+            where=variable,
+            fix="Set it to a whole number, or unset it to start a single process.",
+        )
     return int(text)
 
 

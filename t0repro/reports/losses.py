@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +21,8 @@ from t0repro.words import counted
 MAX_CURVE_POINTS = 1000
 MAX_ROWS = 40
 LOSS = "loss per target token"
+_LINE = "Remove the line, or name a metrics.jsonl that training wrote."
+_SEED = re.compile(r"^(\S*seed) = (.+)$", re.MULTILINE | re.IGNORECASE)
 
 Item = TypeVar("Item")
 
@@ -57,6 +60,7 @@ class LossComparison:
       rows: the steps that both runs have, ascending.
       only_a: number of steps that the second run lacks; only_b those that the first lacks.
       unit: of both losses.
+      seeds: the seeds that the runs' gin files bind otherwise, with both values.
     """
 
     label_a: str
@@ -65,6 +69,7 @@ class LossComparison:
     only_a: int
     only_b: int
     unit: str = "training loss"  # reports of 0.1.0 do not say
+    seeds: tuple[str, ...] = ()
 
     @property
     def worst(self) -> LossRow:
@@ -100,10 +105,10 @@ def metric_rows(metrics: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
             if number == len(lines):  # no line feed after it: the writer was killed in the middle
                 break
             raise UserError(
-                f"This line is not JSON ({error.msg}).", where=f"{path}:{number}"
+                f"This line is not JSON ({error.msg}).", where=f"{path}:{number}", fix=_LINE
             ) from error
         if not isinstance(record, dict):
-            raise UserError("This line is not a JSON object.", where=f"{path}:{number}")
+            raise UserError("This line is not a JSON object.", where=f"{path}:{number}", fix=_LINE)
         yield record
 
 
@@ -164,7 +169,11 @@ def compare_losses(
         # max() passes over a NaN that is not first, so a diverged run could appear to agree.
         for step in sorted(shared):
             if not math.isfinite(losses[step]):
-                raise UserError(f"The loss at step {step} is {losses[step]}.", where=str(path))
+                raise UserError(
+                    f"The loss at step {step} is {losses[step]}.",
+                    where=str(path),
+                    fix="Compare runs whose losses are finite; `t0repro plot` draws them up to it.",
+                )
     rows = (_loss_row(step, losses_a[step], losses_b[step]) for step in sorted(shared))
     return LossComparison(
         label_a=label_a,
@@ -173,7 +182,22 @@ def compare_losses(
         only_a=len(losses_a.keys() - shared),
         only_b=len(losses_b.keys() - shared),
         unit=unit,
+        seeds=_differing_seeds(Path(metrics_a).parent, Path(metrics_b).parent),
     )
+
+
+def _differing_seeds(*folders: Path) -> tuple[str, ...]:
+    """The seeds of two runs that their gin files do not bind alike, each with both values."""
+    found = []
+    for folder in folders:
+        # Mesh TensorFlow's name for what a run writes, and T5X's.
+        paths = [folder / name for name in ("operative_config.gin", "config.gin")]
+        if not (path := next((each for each in paths if each.is_file()), None)):
+            return ()
+        found.append(dict(_SEED.findall(path.read_text(encoding="utf-8", errors="replace"))))
+    a, b = found
+    names = sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
+    return tuple(f"{name} ({a.get(name, 'unset')}; {b.get(name, 'unset')})" for name in names)
 
 
 def loss_curve(metrics: str | os.PathLike[str], label: str) -> LossCurve | None:

@@ -18,6 +18,8 @@ from t0repro.reports.run import Run
 from t0repro.storage import address_of, input_path
 from t0repro.words import as_reader_knows, without_passwords
 
+_AGAIN = "Evaluate again, or remove the file: the report then lacks what it records."
+
 
 @dataclasses.dataclass(frozen=True)
 class Provenance:
@@ -114,9 +116,9 @@ def recorded_facts(folder: str | os.PathLike[str], step: int) -> dict[str, Any]:
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"This is not JSON: {error}", where=str(path)) from error
+        raise UserError(f"This is not JSON: {error}", where=str(path), fix=_AGAIN) from error
     if not isinstance(facts, dict):
-        raise UserError("This is not a JSON object.", where=str(path))
+        raise UserError("This is not a JSON object.", where=str(path), fix=_AGAIN)
     # A folder may have several steps; the file describes the one evaluated last.
     return facts if facts.get("step", step) == step else {}
 

@@ -58,10 +58,16 @@ def share_report(report: Report, model: str, out: str | os.PathLike[str]) -> lis
     parts = model.split("/")
     if len(parts) != 2 or not all(map(_NAME.fullmatch, parts)):
         raise UserError(
-            f"{model!r} is not OWNER/NAME.", fix="Name the model's repository: bigscience/T0_3B."
+            f"{model!r} is not OWNER/NAME.",
+            where="--model",
+            fix="Name the model's repository: bigscience/T0_3B.",
         )
     if not report.datasets:
-        raise UserError("The report has no ranked datasets to share.")
+        raise UserError(
+            "The report has no ranked datasets to share.",
+            where=report.provenance.eval_dir,
+            fix="Name the report of a rank evaluation.",
+        )
     # The same scores of the same model keep their name, so sharing them twice replaces the file.
     facts = f"{model} {report.provenance.step} {report.provenance.scores_sha256}"
     name = uuid.UUID(hashlib.sha256(facts.encode()).hexdigest()[:32], version=4)

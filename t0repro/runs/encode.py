@@ -30,6 +30,7 @@ def encode(
     model: str | os.PathLike[str] | Checkpoint,
     texts_or_ids: Sequence[Row],
     *,
+    step: int | None = None,
     vocabulary: str | os.PathLike[str] | None = None,
     pool: Pool | None = None,
     batch_size: int | None = None,
@@ -47,6 +48,7 @@ def encode(
         call.
       texts_or_ids: Texts, which are encoded with EOS as transformers' tokenizer does; or token ids
         of each row, which are used as they are.
+      step: Step of the checkpoint; the latest by default.
       vocabulary: The texts' SentencePiece model; by default the checkpoint's own, or T5's if it has
         none.
       pool: "mean" averages the outputs of a row's tokens; "first" takes the first token's.
@@ -72,12 +74,11 @@ def encode(
         rows, path = model.model.config.vocab_size, model.path
     else:
         path = os.fspath(model)
-        rows = encoder_shape(path).vocab_size
+        rows = encoder_shape(path, step).vocab_size
     tokenizer = Tokenizer(path, vocabulary, rows, limits)
     ids = [tokenizer.ids(row, f"row {at}") for at, row in enumerate(given)]
     tokenizer.report_cut()
-    if not isinstance(model, Checkpoint):
-        model = open_cached(open_encoder, path, dtype or "float32")
+    model = open_cached(open_encoder, model, dtype or "float32", step)
     outputs: list[Any] = [None] * len(ids)
     for at, output in encode_ids(model, ids, pool, batch_size):
         outputs[at] = output
@@ -101,7 +102,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         if self.length is not None and self.length < 1:
-            raise UserError(f"length is {self.length}; it must be at least 1.", where="length")
+            raise UserError(f"length is {self.length}.", where="length", fix="Give at least 1.")
         check_choice(self.too_long, TooLong, "too_long")
 
 
@@ -181,7 +182,8 @@ class Tokenizer:
             raise UserError(
                 f"The row has {tokens:,} tokens, more than {self._limits.length:,}.",
                 where=where,
-                fix='Shorten it, allow more tokens, or cut such rows: too_long="cut".',
+                fix="Shorten it, allow more tokens (--length), or cut such rows: --too_long cut, in"
+                ' Python too_long="cut".',
             )
         self._cut += 1
 

@@ -28,6 +28,7 @@ from t0repro.runs.encoded_output import DTYPES, OutputLayout, PartialOutput, che
 from t0repro.storage import explain_errors, lock_folder
 from t0repro.words import json_fault
 
+_LINES = 'Write "a text" or [37, 1712, 1] on each line.'
 _CHUNK = 1024  # rows between two records of the progress
 
 
@@ -152,11 +153,9 @@ def _json_row(line: str, where: str) -> Any:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"The line is not JSON: {json_fault(error)}.", where=where) from error
+        what = f"The line is not JSON: {json_fault(error)}."
+        raise UserError(what, where=where, fix=_LINES) from error
     if not isinstance(row, str | list):
-        raise UserError(
-            "The line is neither a JSON string nor a list of token ids.",
-            where=where,
-            fix='Write "a text" or [37, 1712, 1] on each line.',
-        )
+        what = "The line is neither a JSON string nor a list of token ids."
+        raise UserError(what, where=where, fix=_LINES)
     return row

@@ -36,7 +36,11 @@ def register_files(plan: InferRun) -> None:
     assert files is not None
     found = sorted({path for pattern in files.paths for path in glob.glob(pattern)})
     if not found:
-        raise UserError("The files of examples are not there.", where=", ".join(files.paths))
+        raise UserError(
+            "The files of examples are not there.",
+            where=", ".join(files.paths),
+            fix="Correct their paths or patterns in the gin file.",
+        )
     # SeqIO refuses a name twice, and a run repeated in one process gets here again.
     if files.name in seqio.TaskRegistry.names():
         return

@@ -111,7 +111,11 @@ def train_programs(config: TrainRun, partitioning: Partitioning) -> Iterator[Pro
       UserError: without an optimizer or schedule.
     """
     if config.optimizer is None or config.schedule is None:
-        raise UserError("The run has no optimizer or no learning-rate schedule.", where="utils.run")
+        raise UserError(
+            "The run has no optimizer or no learning-rate schedule.",
+            where="utils.run",
+            fix="Bind utils.run.optimizer and utils.run.learning_rate_schedule.",
+        )
     model, optimizer = T5(config.model, config.dtypes), make_optimizer(config.optimizer)
     several = partitioning if partitioning.mesh.size > 1 else None
     step = make_train_step(

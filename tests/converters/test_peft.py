@@ -312,7 +312,7 @@ def test_what_is_no_adapter_is_not_written_as_one(bases, lora_folder, tmp_path):
         convert(base, tmp_path / "out", "peft")
     with pytest.raises(UserError, match="not an adapter's"):
         convert(base, tmp_path / "out", "hf", base=base)
-    with pytest.raises(UserError, match="--dtype changes nothing"):
+    with pytest.raises(UserError, match="dtype changes nothing"):
         convert(lora_folder, tmp_path / "out", "adapter", dtype="bfloat16")
 
 

@@ -100,7 +100,7 @@ def test_no_rows_give_no_arrays(model_dir):
     ],
 )
 def test_a_word_that_is_none_of_the_choices_is_refused(given, among, model_dir):
-    with pytest.raises(UserError, match=f"must be one of {among}"):
+    with pytest.raises(UserError, match=f"fix: Give one of {among}"):
         t0repro.encode(model_dir, [[5, 9]], **given)
 
 
@@ -131,7 +131,7 @@ def test_longer_rows_are_cut_and_counted_or_refused(model_dir, capsys):
     assert "1 row was cut to 5 tokens" in capsys.readouterr().err
     with pytest.raises(UserError, match="31 tokens, more than 5"):
         t0repro.encode(model_dir, ROWS[:3], length=5, too_long="error")
-    with pytest.raises(UserError, match="length is 0; it must be at least 1"):
+    with pytest.raises(UserError, match="length is 0(.|\n)*at least 1"):
         t0repro.encode(model_dir, ROWS[:3], length=0)
     with pytest.raises(UserError, match="batch_size is 0; it must be at least 1"):
         t0repro.encode(model_dir, ROWS[:3], batch_size=0)

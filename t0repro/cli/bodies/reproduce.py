@@ -97,6 +97,7 @@ def run(asked: Asked, out: Path, *, devices: str | None, yes: bool, dry_run: boo
     if asked.name not in (None, *released.catalog()) and os.path.exists(asked.name):
         raise UserError(
             f"{asked.name} is not the name of a released checkpoint but a path.",
+            where="NAME",
             fix=f"Name it with --checkpoint {asked.name}.",
         )
     found = None if asked.name is None else released.find(asked.name)

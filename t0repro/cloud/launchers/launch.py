@@ -97,6 +97,7 @@ def run_command(
         raise UserError(
             f"{command[0]} failed: {complaint or f'exit code {done.returncode}'}",
             where=shlex.join(command),
+            fix="Run this command to see all that it says.",
         )
     return done.stdout.strip()
 
