@@ -69,7 +69,11 @@ def encode(
     check_choice(dtype or "float32", DType, "dtype")
     given = listed(texts_or_ids, "texts", "encode")
     if batch_size is not None and batch_size < 1:
-        raise UserError(f"batch_size is {batch_size}; it must be at least 1.", where="batch_size")
+        raise UserError(
+            f"batch_size is {batch_size}; it must be at least 1.",
+            where="batch_size",
+            fix="Give 1 or more.",
+        )
     if isinstance(model, Checkpoint):
         rows, path = model.model.config.vocab_size, model.path
     else:
