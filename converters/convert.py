@@ -53,7 +53,7 @@ from t0repro.errors import UserError
 from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape, recognize
 from t0repro.progress import byte_progress
-from t0repro.words import counted, some, without_passwords
+from t0repro.words import counted, remove_passwords, some
 
 _BYTES_AHEAD = 1 << 30
 VOCAB_DIVISOR = 128  # Mesh TensorFlow and T5X pad vocabularies to a multiple of it
@@ -414,7 +414,7 @@ def _write(
     request = {
         "source": [
             report.source.format,
-            without_passwords(storage.absolute(report.source.path)),
+            remove_passwords(storage.absolute(report.source.path)),
             report.source.step,
         ],
         "files": files,
@@ -518,13 +518,13 @@ def _manifest(
 ) -> str:
     """Returns the manifest's JSON: the source, what changed, and each tensor's digest."""
     base = report.merged and {
-        "path": without_passwords(report.merged.base),
+        "path": remove_passwords(report.merged.base),
         "hash": report.merged.digest,
     }
     return json.dumps(
         {
             "source": {
-                "path": without_passwords(storage.absolute(report.source.path)),
+                "path": remove_passwords(storage.absolute(report.source.path)),
                 "format": report.source.format,
                 "step": report.source.step,
                 # What `merging.unmerge` needs.

@@ -176,7 +176,7 @@ def quiet_logs() -> None:
         warnings.filterwarnings("ignore", message="pkg_resources is deprecated")
     quiet_native_logs()
     loud = os.environ["TF_CPP_MIN_LOG_LEVEL"] == "0"
-    with contextlib.nullcontext() if loud else _without_lines(_START_UP_LINES), _keras_deferred():
+    with contextlib.nullcontext() if loud else _drop_lines(_START_UP_LINES), _keras_deferred():
         import tensorflow as tf
         from tensorflow.python.util import deprecation
 
@@ -197,12 +197,12 @@ def _keras_deferred() -> Iterator[None]:
     """
     import_module = importlib.import_module
 
-    def without_keras(name: str, package: str | None = None) -> types.ModuleType:
+    def import_without_keras(name: str, package: str | None = None) -> types.ModuleType:
         if name in ("keras.src.optimizers", "tf_keras.src.optimizers"):
             raise ImportError(f"{name} is imported when first used")  # TensorFlow ignores it
         return import_module(name, package)
 
-    importlib.import_module = without_keras
+    importlib.import_module = import_without_keras
     try:
         yield
     finally:
@@ -210,7 +210,7 @@ def _keras_deferred() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_lines(unwanted: tuple[bytes, ...]) -> Iterator[None]:
+def _drop_lines(unwanted: tuple[bytes, ...]) -> Iterator[None]:
     """Buffers what is written to file descriptor 2, then prints it without the unwanted lines."""
     # Use the descriptor, not sys.stderr: the lines come from C++, which bypasses sys.stderr.
     with tempfile.TemporaryFile() as held:

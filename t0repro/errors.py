@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import Any, get_args
 
-from t0repro.words import as_reader_knows, without_passwords
+from t0repro.words import remove_passwords, rename_for_reader
 
 
 class UserError(Exception):
@@ -30,9 +30,9 @@ class UserError(Exception):
             what = "The file is a Git LFS pointer; the content that it stands for is missing."
             where, fix = pointer, "Install git-lfs and run `git lfs pull` in the file's repository."
         # Now, since the names that a command's reader knows are forgotten with its context.
-        self.what = as_reader_knows(what)
-        self.where = where and as_reader_knows(where)
-        self.fix = fix and as_reader_knows(fix)
+        self.what = rename_for_reader(what)
+        self.where = where and rename_for_reader(where)
+        self.fix = fix and rename_for_reader(fix)
         super().__init__(str(self))
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ class UserError(Exception):
         if self.fix:
             lines.append(f"  fix: {self.fix}")
         # Here, so that no message shows the password of an address.
-        return without_passwords("\n".join(lines))
+        return remove_passwords("\n".join(lines))
 
 
 def _lfs_pointer(where: str) -> str | None:

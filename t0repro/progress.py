@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
-from t0repro.words import as_reader_knows, counted, printable, without_passwords
+from t0repro.words import counted, printable, remove_passwords, rename_for_reader
 
 _SECONDS_BETWEEN_LINES = 5.0
 _SECONDS_OF_A_RATE = 30.0
@@ -30,7 +30,7 @@ def say(line: str) -> None:
     if _listeners:
         _listeners[-1](line)
     else:
-        line = printable(without_passwords(as_reader_knows(line)), keep="\n")
+        line = printable(remove_passwords(rename_for_reader(line)), keep="\n")
         print(line, file=sys.stderr, flush=True)
 
 

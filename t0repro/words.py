@@ -95,7 +95,7 @@ def shown_as(names: Mapping[str, str]) -> Iterator[None]:
             _names.pop(name, None)
 
 
-def as_reader_knows(text: str) -> str:
+def rename_for_reader(text: str) -> str:
     """A text with the names that its reader knows."""
     for name, shown in _names.items():
         text = text.replace(name, shown)
@@ -119,16 +119,16 @@ _GIVEN = re.compile(
 )
 
 
-def without_passwords(text: str) -> str:
+def remove_passwords(text: str) -> str:
     """The text with `***` for the secrets of addresses and of commands.
 
     Those are users, passwords and secret parameters of addresses, and the values of variables and
     options with a secret's name.
     """
-    return _GIVEN.sub(_without_value, _QUERY.sub(r"\1***", _USER.sub("***@", text)))
+    return _GIVEN.sub(_hide_value, _QUERY.sub(r"\1***", _USER.sub("***@", text)))
 
 
-def _without_value(given: re.Match[str]) -> str:
+def _hide_value(given: re.Match[str]) -> str:
     # A key is a secret in a variable (WANDB_API_KEY), but rarely in an option (--key_map).
     name = given["name"]
     pattern = _SECRET_WORD if name.startswith("--") else _NAME
@@ -139,13 +139,13 @@ def _without_value(given: re.Match[str]) -> str:
 
 def is_secret(name: str, value: str) -> bool:
     """Whether an environment variable looks like a secret, by its name or a password in it."""
-    return bool(_NAME.search(name)) or without_passwords(value) != value
+    return bool(_NAME.search(name)) or remove_passwords(value) != value
 
 
-def without_secrets(text: str) -> str:
+def remove_secrets(text: str) -> str:
     """The text without passwords of addresses, and without the secrets in this environment."""
     for name, value in os.environ.items():
         # A short value also occurs in other text, and a path only shows where a secret is.
         if len(value) >= 8 and not os.path.isabs(value) and _NAME.search(name):
             text = text.replace(value, "***")
-    return without_passwords(text)
+    return remove_passwords(text)

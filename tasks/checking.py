@@ -101,7 +101,7 @@ def tasks_without_prompts(mixture: str | None) -> list[str]:
     ]
 
 
-def without_twins(tasks: Sequence[str]) -> list[str]:
+def drop_twins(tasks: Sequence[str]) -> list[str]:
     """One task per prompt: leaves out a twin if its task is in the list as well."""
     names, known = set(tasks), task_descriptions()
     return [
@@ -189,7 +189,7 @@ def _judge(seen: Sequence[_Seen], has_answer_choices: bool) -> tuple[Verdict, st
     rows = sum(each.rows for each in seen)
     no_example = sum((each.no_example for each in seen), Counter())
     if not any(each.examples for each in seen):
-        counts = f": {_in_words(no_example)}" if no_example else ""
+        counts = f": {_describe_counts(no_example)}" if no_example else ""
         return (
             Verdict.BROKEN,
             f"none of the first {rows:,} rows gives an input and a target{counts}",
@@ -200,7 +200,7 @@ def _judge(seen: Sequence[_Seen], has_answer_choices: bool) -> tuple[Verdict, st
     unlabeled = sum((each.no_example for each in labeled), Counter())
     unlabeled = Counter({why: n for why, n in unlabeled.items() if why in _OF_OWN_PROMPTS})
     if unlabeled:
-        return Verdict.SUSPECT, f"of {rows:,} rows looked at, {_in_words(unlabeled)}"
+        return Verdict.SUSPECT, f"of {rows:,} rows looked at, {_describe_counts(unlabeled)}"
     alone = [each.split for each in seen if each.examples and not each.several]
     if has_answer_choices and alone:
         return (
@@ -225,7 +225,7 @@ def _judge(seen: Sequence[_Seen], has_answer_choices: bool) -> tuple[Verdict, st
 _OF_OWN_PROMPTS = (Drop.NO_TARGET.value, Drop.NO_LABEL.value)
 
 
-def _in_words(counts: Counter[str]) -> str:
+def _describe_counts(counts: Counter[str]) -> str:
     return "; ".join(
         f"{count:,} give{'s' if count == 1 else ''} no example: {why}"
         for why, count in counts.most_common()
@@ -274,7 +274,7 @@ class _Seen:
                 self.undefined = self.undefined or f"{error.what} ({error.where})"
         if self.undefined:
             looked_at = f"{counted(self.rows, 'row')} looked at"
-            self.undefined += f" Of {looked_at}, {_in_words(self.no_example)}"
+            self.undefined += f" Of {looked_at}, {_describe_counts(self.no_example)}"
 
     def _count(self, rendering: Rendering | Drop) -> None:
         if isinstance(rendering, Drop):

@@ -30,18 +30,18 @@ class PromptEnvironment(jinja2.sandbox.SandboxedEnvironment):
     def take(self, filters: Mapping[str, Any], names: Mapping[str, Any]) -> None:
         """Sets the filters and the global names that templates may use."""
         seeded = {"choice": _choice, "random": _random}
-        self.filters = {name: _as_items(each) for name, each in {**filters, **seeded}.items()}
+        self.filters = {name: _wrap_filter(each) for name, each in {**filters, **seeded}.items()}
         self.globals = {**names, "cycler": _Cycler, "joiner": _Joiner}
         # It takes random text from Python's global generator. No prompt of promptsource calls it.
         self.globals.pop("lipsum", None)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """As in Jinja; a method can be called, but not printed."""
-        return _as_method(super().getattr(obj, attribute), attribute)
+        return _wrap_method(super().getattr(obj, attribute), attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         """As in Jinja; a method can be called, but not printed."""
-        return _as_method(super().getitem(obj, argument), argument)
+        return _wrap_method(super().getitem(obj, argument), argument)
 
     def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
         """As in Jinja."""
@@ -113,13 +113,13 @@ class _Joiner(_NotText, jinja2.utils.Joiner):
     """Jinja's joiner."""
 
 
-def _as_method(found: Any, name: Any) -> Any:
+def _wrap_method(found: Any, name: Any) -> Any:
     if callable(found) and not isinstance(found, (jinja2.Undefined, type)):
         return _Method(found, str(name))
     return found
 
 
-def _as_items(filter_: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_filter(filter_: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(filter_)  # with the marks by which Jinja passes the context
     def filter_items(*args: Any, **kwargs: Any) -> Any:
         result = filter_(*args, **kwargs)

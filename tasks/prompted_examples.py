@@ -56,9 +56,9 @@ def prompted_examples(
         inputs = tokens.of_inputs([example["inputs"] for _, example in block])
         for (number, example), encoded in zip(block, inputs, strict=True):
             if ranks:
-                yield from _of_choices(example, encoded, number, tokens)
+                yield from _make_choice_examples(example, encoded, number, tokens)
             else:
-                yield _of_target(example, encoded, tokens)
+                yield _make_target_example(example, encoded, tokens)
 
 
 def shard_of(shard: int, num_shards: int) -> Callable[[Numbered], Numbered]:
@@ -67,7 +67,7 @@ def shard_of(shard: int, num_shards: int) -> Callable[[Numbered], Numbered]:
     return lambda rendered: itertools.islice(rendered, shard, None, num_shards)
 
 
-def _of_target(example: Example, inputs: Example, tokens: _Tokens) -> Example:
+def _make_target_example(example: Example, inputs: Example, tokens: _Tokens) -> Example:
     found = {**inputs, **tokens.of_target(example["targets"])}
     if "answer_choices" in example:
         choices = [choice.encode() for choice in example["answer_choices"]]
@@ -75,7 +75,7 @@ def _of_target(example: Example, inputs: Example, tokens: _Tokens) -> Example:
     return found
 
 
-def _of_choices(
+def _make_choice_examples(
     example: Example, inputs: Example, ordinal: int, tokens: _Tokens
 ) -> Iterator[Example]:
     # As t5.data.preprocessors.rank_classification expands them.

@@ -103,7 +103,7 @@ def add_prompted_task(
     _check_texts(name, vocabulary)
     rows = PromptedRows(name, dataset, subset, template, splits, root)
     # Check before registering anything: SeqIO and the descriptions must not disagree.
-    description = _with_most_splits(describe(rows, vocabulary))
+    description = _choose_most_splits(describe(rows, vocabulary))
     twins = [description.twin()] if description.prompt.has_answer_choices else []
     for each in (description, *twins):
         if _seqio_wants_it():
@@ -233,7 +233,7 @@ def describe(
     return TaskDescription(prompt, rows, vocabulary or default_vocabulary())
 
 
-def _with_most_splits(description: TaskDescription) -> TaskDescription:
+def _choose_most_splits(description: TaskDescription) -> TaskDescription:
     """The task, or its earlier registration if that one already has all of its splits."""
     known = task_descriptions().get(description.prompt.name)
     if known is None:

@@ -227,12 +227,14 @@ class PromptedSource(PromptedRows, seqio.FunctionDataSource):
             signature["answer_choices"] = tf.TensorSpec((None, None), tf.string)
         # A call from tf.data into Python costs more than rendering an example.
         blocks = tf.data.Dataset.from_generator(
-            lambda: in_blocks(self.examples(split)), output_signature=signature
+            lambda: batch_examples(self.examples(split)), output_signature=signature
         )
         return blocks.unbatch()
 
 
-def in_blocks(examples: Iterable[dict[str, Any]], size: int = 64) -> Iterator[dict[str, list[Any]]]:
+def batch_examples(
+    examples: Iterable[dict[str, Any]], size: int = 64
+) -> Iterator[dict[str, list[Any]]]:
     """The examples in order, up to `size` at a time: {feature: one value of each}.
 
     All examples of a block have equally many answer choices, so that each feature is one array.

@@ -83,7 +83,7 @@ def save_template(
         )
     text = path.read_text(encoding="utf-8") if before else ""
     starts = _starts(text, path) if before else {}
-    content = _with_entry(text, template, starts, dataset, subset)
+    content = _put_entry(text, template, starts, dataset, subset)
     after = _read(content, path)
     expected = {**known, template.id: template}
     if {each.id: digest(each) for each in after.templates} != {
@@ -138,7 +138,7 @@ def _dump(content: Any) -> str:
     return yaml.dump(content, Dumper=_Dumper, allow_unicode=True, sort_keys=False, width=2**31)
 
 
-def _with_entry(
+def _put_entry(
     text: str, template: Any, starts: dict[str, int], dataset: str, subset: str | None
 ) -> str:
     """The file's text with the lines of one template replaced or added."""

@@ -15,7 +15,7 @@ import pytest
 import typer
 
 from t0repro.cli import app
-from t0repro.cli.spelling import canonical, with_t5x_overrides
+from t0repro.cli.spelling import canonical, translate_t5x_overrides
 from t0repro.config.mtf.refusals import known_bindings
 from t0repro.config.t5x.arguments import MODULES, parameters_of
 from t0repro.storage.access import addresses_of_another_machine
@@ -102,7 +102,7 @@ def test_the_check_of_command_lines_can_fail(line):
 def refusal(words: list[str]) -> str | None:
     """What t0repro's own parser refuses in the words of a command; None if it takes them."""
     optional = [word.strip("[]") for word in words[1:]]  # as in `inspect PATH [--json]`
-    words = with_t5x_overrides(word for word in optional if word != "...")
+    words = translate_t5x_overrides(word for word in optional if word != "...")
     command, path = COMMAND, ["t0repro"]
     # `t0repro aux --model_dir ...` is the group's own.
     while words and hasattr(command, "commands") and not words[0].startswith("-"):

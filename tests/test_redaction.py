@@ -11,7 +11,7 @@ from t0repro.errors import UserError
 from t0repro.hub_files import Bucket, HubRepository
 from t0repro.storage import lock_folder
 from t0repro.storage.locks import COMMAND_FILE
-from t0repro.words import is_secret, without_passwords
+from t0repro.words import is_secret, remove_passwords
 
 SECRET = "pw-SECRET"
 
@@ -55,7 +55,7 @@ SECRET = "pw-SECRET"
     ],
 )
 def test_an_addresss_password_is_left_out_and_all_else_stays(text, shown):
-    assert without_passwords(text) == shown
+    assert remove_passwords(text) == shown
 
 
 def test_no_message_shows_a_password(capsys):

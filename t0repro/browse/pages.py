@@ -229,9 +229,11 @@ class Pages:
         self, task: TaskDescription, rows: list[ShownRow]
     ) -> tuple[list[Scored], list[Finding]]:
         """Each model's scores of rows, or why there are none."""
+        if self.models is None:
+            return [], []
         found = []
         try:
-            for model in self.models.labels if self.models else ():
+            for model in self.models.labels:
                 scores = self.models.score(model, task, rows)
                 found.append(Scored(model, scores, accuracy_of(scores)))
         except UserError as error:  # the vocabulary is another model's

@@ -13,7 +13,7 @@ import typer
 
 from t0repro.cli.commands import HELP, App, Group, Loaded, load, show_canonical
 from t0repro.cli.gate import gate, use_huge_pages_where_faster
-from t0repro.cli.spelling import T5X_NAMES, canonical, with_t5x_overrides
+from t0repro.cli.spelling import T5X_NAMES, canonical, translate_t5x_overrides
 from t0repro.training.preemption import resumable
 from t0repro.words import shown_as
 
@@ -248,5 +248,5 @@ def main() -> None:
         # First of all, since it may start this process again.
         if _COMPUTE.intersection(sys.argv[1:2]) and not _ONLY_LOOK.intersection(sys.argv):
             use_huge_pages_where_faster(sys.argv[2:])
-        arguments = with_t5x_overrides(sys.argv[1:])
+        arguments = translate_t5x_overrides(sys.argv[1:])
         command()(args=arguments, prog_name="t0repro", obj=settings)

@@ -11,7 +11,7 @@ import typer
 from t0repro import storage
 from t0repro.cli.commands import App
 from t0repro.cli.gin_options import GinOptions
-from t0repro.cli.groups import with_groups
+from t0repro.cli.groups import expand_groups
 from t0repro.cli.options import AsJson, SkipMissing
 from t0repro.cli.paths import source
 from t0repro.cli.results import echo, print_json
@@ -29,7 +29,7 @@ app = App("aux", invoke_without_command=True)
 
 
 @app.callback()
-@with_groups
+@expand_groups
 def aux(
     context: typer.Context,
     jobs: AuxiliaryOptions,

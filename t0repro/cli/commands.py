@@ -223,7 +223,7 @@ def _suggest(name: str, options: list[Any]) -> str:
 
 def _prepare(command: Any) -> None:
     """Gives a command's parameters canonical names, types in words and readable addresses."""
-    command.help, command.epilog = map(_with_examples, (command.help, command.epilog))
+    command.help, command.epilog = map(_keep_example_lines, (command.help, command.epilog))
     for parameter in command.params:
         show_canonical(parameter)
         if parameter.param_type_name == "argument":
@@ -241,7 +241,7 @@ def show_canonical(parameter: Any) -> None:
         names[:] = [f"--{canonical(n[2:])}" if n.startswith("--") else n for n in names]
 
 
-def _with_examples(text: str | None) -> str | None:
+def _keep_example_lines(text: str | None) -> str | None:
     """A help text whose examples keep their lines."""
     # Click rewraps a paragraph unless it begins with \b.
     paragraphs = (text or "").split("\n\n")
@@ -302,7 +302,7 @@ def help_page(program: str, text: str, sections: dict[str, list[tuple[str, str]]
     formatter.write_usage(program, "[FLAGS]")
     formatter.write_paragraph()
     with formatter.indentation():
-        formatter.write_text(_with_examples(text) or "")
+        formatter.write_text(_keep_example_lines(text) or "")
     for heading, records in sections.items():
         with formatter.section(heading):
             formatter.write_dl(records)

@@ -7,14 +7,14 @@ from typing import Annotated, Literal
 
 import typer
 
-from t0repro.cli.groups import with_groups
+from t0repro.cli.groups import expand_groups
 from t0repro.cli.options import AsJson, AttentionOptions, DType
 from t0repro.cli.paths import output, source
 from t0repro.cli.results import echo, print_json
 from t0repro.words import counted
 
 
-@with_groups
+@expand_groups
 def encode(
     computed_by: AttentionOptions,
     checkpoint: Annotated[

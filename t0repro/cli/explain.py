@@ -10,7 +10,7 @@ import typer
 
 from t0repro import storage
 from t0repro.cli.gin_options import GinOptions, RunMode, RunModes, SkippedNames
-from t0repro.cli.groups import with_groups
+from t0repro.cli.groups import expand_groups
 from t0repro.cli.options import AsJson, LogOptions, Modules
 from t0repro.cli.paths import source
 from t0repro.cli.results import echo, print_json
@@ -32,7 +32,7 @@ from t0repro.words import shown_as
 _FILES_OF_RUNS = ("operative_config.gin", "config.gin")
 
 
-@with_groups
+@expand_groups
 def explain(
     logs: LogOptions,
     skipped: SkippedNames,

@@ -28,7 +28,7 @@ from t0repro.cli.results import echo
 from t0repro.errors import INSTALL_PYARROW, INSTALL_REFERENCE, OF_REFERENCE, UserError
 from t0repro.progress import quiet_libtpu
 from t0repro.storage.disk import disk_error
-from t0repro.words import printable, without_secrets
+from t0repro.words import printable, remove_secrets
 
 FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130
 
@@ -123,7 +123,7 @@ def gate(command: str, *, show_unexpected: bool = False) -> Iterator[ErrorHandli
             sys.exit(USER_ERROR)
         if show_unexpected:
             raise
-        text = without_secrets(" ".join(str(error).split())) or "no message"
+        text = remove_secrets(" ".join(str(error).split())) or "no message"
         echo(f"{command}: {type(error).__name__}: {text}", err=True)
         print(f"  fix: '{command} --debug ...' shows where this happened.", file=sys.stderr)
         sys.exit(FAILURE)
@@ -170,7 +170,7 @@ def _keep_secrets_out_of_tracebacks() -> None:
 def _print_traceback(kind: Any, error: Any, frames: Any) -> None:
     if kind is not SystemExit:  # an exception of a thread, which SystemExit ends silently
         text = "".join(traceback.format_exception(kind, error, frames))
-        print(printable(without_secrets(text), keep="\n"), end="", file=sys.stderr, flush=True)
+        print(printable(remove_secrets(text), keep="\n"), end="", file=sys.stderr, flush=True)
 
 
 def _deliver_swallowed_interrupts() -> None:

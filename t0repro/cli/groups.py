@@ -1,8 +1,8 @@
 """Groups of options that commands share, each defined once as a dataclass.
 
-A command takes such a dataclass as a parameter; `with_groups` gives the command an option for each
-field, in the parameter's place, and hands it the filled dataclass. A group's `HEADING`, if it has
-one, stands above its options in the help; a command that annotates the parameter as
+A command takes such a dataclass as a parameter; `expand_groups` gives the command an option for
+each field, in the parameter's place, and hands it the filled dataclass. A group's `HEADING`, if it
+has one, stands above its options in the help; a command that annotates the parameter as
 `Annotated[GROUP, heading]` shows the heading given there.
 """
 
@@ -19,7 +19,7 @@ from typing import Annotated, Any
 from t0repro.cli.commands import HelpAll, More
 
 
-def with_groups(command: Callable[..., Any]) -> Callable[..., Any]:
+def expand_groups(command: Callable[..., Any]) -> Callable[..., Any]:
     """A command that Typer can read: parameters that are dataclasses become their fields.
 
     The dataclasses' fields must have the annotations that Typer takes. If a heading is a `More`,

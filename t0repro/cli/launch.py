@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from t0repro.cli.groups import with_groups
+from t0repro.cli.groups import expand_groups
 from t0repro.cli.results import echo
 from t0repro.cloud.launchers.launch import Launch
 from t0repro.cloud.launchers.machines import Machine, find_machine
@@ -51,7 +51,7 @@ class MachineOptions:
         return dataclasses.replace(machine, options=[*machine.options, *(self.option or ())])
 
 
-@with_groups
+@expand_groups
 def launch(
     context: typer.Context,
     to: Annotated[CommandLauncher, typer.Option(help="What starts the command.")],

@@ -17,7 +17,7 @@ from t0repro.cloud.trackers.follower import track
 from t0repro.cloud.trackers.table import TrackerName
 from t0repro.cloud.trackers.tracker import TrackedRun
 from t0repro.errors import UserError
-from t0repro.words import without_passwords
+from t0repro.words import remove_passwords
 
 if TYPE_CHECKING:
     from t0repro.config.run import Run
@@ -228,7 +228,7 @@ def track_training(
     names: Sequence[TrackerName] | None, model_dir: Path, config: Run | None
 ) -> contextlib.AbstractContextManager[None]:
     """Tracks what the block writes into model_dir; the settings are the configuration's."""
-    settings: dict[str, Any] = json.loads(without_passwords(config.to_json())) if config else {}
+    settings: dict[str, Any] = json.loads(remove_passwords(config.to_json())) if config else {}
     # Leave out each value's origin: it is longer than the value, and the gin files have it.
     settings.pop("provenance", None)
     return track(names or (), TrackedRun(model_dir, settings, _OF_TRAINING))
@@ -239,7 +239,7 @@ def track_evaluation(
 ) -> contextlib.AbstractContextManager[None]:
     """Tracks what the block writes into an evaluation's folder; `settings` is a dataclass."""
     about = {
-        "checkpoint": without_passwords(checkpoint),
+        "checkpoint": remove_passwords(checkpoint),
         "mixture": mixture,
         **dataclasses.asdict(settings),
     }

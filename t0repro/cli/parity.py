@@ -9,11 +9,11 @@ from typing import Annotated, Literal
 import typer
 
 from t0repro.cli.gin_options import Demo, GinOptions, SkippedNames
-from t0repro.cli.groups import with_groups
+from t0repro.cli.groups import expand_groups
 from t0repro.cli.mesh_inputs import mesh_inputs
 from t0repro.cli.options import AsJson, DType, Modules
 from t0repro.cli.paths import output, source
-from t0repro.cli.results import echo, for_people, print_json
+from t0repro.cli.results import echo, print_for_people, print_json
 from t0repro.progress import working
 from t0repro.storage import lock_folder
 from t0repro.tasks.registry import DEMO_MODULE
@@ -23,7 +23,7 @@ from t0repro.words import counted
 _Error = Literal["slot-swap", "bucket-eps", "loss-denominator", "no-shift"]
 
 
-@with_groups
+@expand_groups
 def parity(
     out: Annotated[
         Path, typer.Option(callback=output, help="A folder for the report and the states.")
@@ -82,7 +82,7 @@ def parity(
         with working(f"JAX: {counted(len(job.batches), 'step')}"):
             found = run.compare_sides(job, reference, start_step, inject)
         paths = report.write_report(found, job)
-    with for_people(as_json):
+    with print_for_people(as_json):
         for path in paths:
             echo(str(path))
         typer.echo(report.verdict(found))

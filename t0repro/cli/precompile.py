@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from t0repro.cli.gin_options import Demo, RunMode, RunModes, SkippedNames
-from t0repro.cli.groups import with_groups
+from t0repro.cli.groups import expand_groups
 from t0repro.cli.options import AsJson, ProcessOptions
 from t0repro.cli.paths import output
 from t0repro.cli.results import echo
@@ -26,7 +26,7 @@ from t0repro.storage import check_address
 from t0repro.tasks.registry import DEMO_MODULE
 
 
-@with_groups
+@expand_groups
 def precompile(
     options: T5xOptions,
     processes: ProcessOptions,

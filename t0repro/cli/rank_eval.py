@@ -6,7 +6,7 @@ import os
 from typing import Annotated
 
 from t0repro.cli.commands import More
-from t0repro.cli.groups import with_groups
+from t0repro.cli.groups import expand_groups
 from t0repro.cli.options import ProcessOptions, ReportHead, modules_or_t0
 from t0repro.cli.rank_eval_options import (
     ComputationOptions,
@@ -19,7 +19,7 @@ from t0repro.tasks.modules import load_tasks, needs_seqio
 from t0repro.tasks.registry import find_named_tasks
 
 
-@with_groups
+@expand_groups
 def rank_eval(
     evaluation: EvaluationOptions,
     tasks: TaskOptions,

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 import typer
 
 from t0repro.cli.commands import App
-from t0repro.cli.groups import with_groups
+from t0repro.cli.groups import expand_groups
 from t0repro.cli.options import (
     AsJson,
     BootstrapSeed,
@@ -110,7 +110,7 @@ class RecordOptions:
 
 
 @app.command()
-@with_groups
+@expand_groups
 def make(
     eval_dir: Annotated[Path, typer.Argument(help="The <split>_eval folder to report on.")],
     out: Annotated[Path, typer.Option(callback=output, help="Folder for the three files.")],

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from t0repro.cli.groups import with_groups
+from t0repro.cli.groups import expand_groups
 from t0repro.cli.paths import output, source
 from t0repro.cli.results import echo
 
 
-@with_groups
+@expand_groups
 def reproduce(
     out: Annotated[
         Path, typer.Option(callback=output, help="Folder for weights, scores and report.")

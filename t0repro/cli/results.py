@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from t0repro.words import as_reader_knows, columns, printable, without_passwords
+from t0repro.words import columns, printable, remove_passwords, rename_for_reader
 
 if TYPE_CHECKING:
     from t0repro.reports.page import Page
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 def echo(text: str, *, err: bool = False) -> None:
     """Prints a text's lines on stdout or stderr, without passwords; escape sequences are shown."""
-    typer.echo(printable(without_passwords(as_reader_knows(text)), keep="\n"), err=err)
+    typer.echo(printable(remove_passwords(rename_for_reader(text)), keep="\n"), err=err)
 
 
 # ---- How commands show what they found: a page or a table for people, JSON for programs ----------
 
 
 @contextlib.contextmanager
-def for_people(as_json: bool) -> Iterator[None]:
+def print_for_people(as_json: bool) -> Iterator[None]:
     """Within the block, what is printed goes to stderr if stdout is for JSON."""
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         yield
@@ -42,7 +42,7 @@ def print_json(value: Any) -> None:
     """
     # ASCII keeps escape sequences in names from the terminal and is printable in every locale.
     text = json.dumps(_plain(value), indent=1, default=str, allow_nan=False)
-    typer.echo(without_passwords(text))
+    typer.echo(remove_passwords(text))
 
 
 def _plain(value: Any) -> Any:

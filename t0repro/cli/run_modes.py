@@ -10,7 +10,7 @@ import typer
 
 from t0repro.cli.commands import More
 from t0repro.cli.gin_options import run_mode_of
-from t0repro.cli.groups import with_groups
+from t0repro.cli.groups import expand_groups
 from t0repro.cli.options import ProcessOptions, Trackers
 from t0repro.cli.paths import source
 from t0repro.cli.t5x_options import T5xOptions, check_restored, parse_files
@@ -40,7 +40,7 @@ _Label = Annotated[
 ]
 
 
-@with_groups
+@expand_groups
 def evaluate(
     options: T5xOptions,
     processes: ProcessOptions,
@@ -65,7 +65,7 @@ def evaluate(
         --gin.CHECKPOINT_PATH="'runs/c4/checkpoint_1000'" \
         --gin.EVAL_OUTPUT_DIR="'runs/eval'" --module_import my_tasks
     """
-    parsed = parse_files(options.t5x_inputs("eval", last=_of_adapter(adapter)))
+    parsed = parse_files(options.t5x_inputs("eval", last=_bind_adapter(adapter)))
     # Processes join before anything asks JAX for its devices.
     with processes.joined():
         from t0repro.cli.bodies import inference
@@ -73,7 +73,7 @@ def evaluate(
         inference.evaluate(parsed, options, watch=watch, until=until)
 
 
-@with_groups
+@expand_groups
 def infer(
     options: T5xOptions,
     processes: ProcessOptions,
@@ -93,19 +93,19 @@ def infer(
         --gin.INFER_OUTPUT_DIR="'runs/infer'" --module_import my_tasks
     """
     shard = [] if shard_id is None else [f"infer.shard_id = {shard_id}"]
-    parsed = parse_files(options.t5x_inputs("infer", last=[*shard, *_of_adapter(adapter)]))
+    parsed = parse_files(options.t5x_inputs("infer", last=[*shard, *_bind_adapter(adapter)]))
     with processes.joined():
         from t0repro.cli.bodies import inference
 
         inference.infer(parsed, options)
 
 
-def _of_adapter(path: str | None) -> list[str]:
+def _bind_adapter(path: str | None) -> list[str]:
     """The binding of --adapter, which comes last so that it overrides the gin files."""
     return [] if path is None else [f"utils.RestoreCheckpointConfig.adapter = {path!r}"]
 
 
-@with_groups
+@expand_groups
 def train(
     options: T5xOptions,
     processes: ProcessOptions,

@@ -26,7 +26,7 @@ _SHORT_VERBOSITY = re.compile(r"-v=(.*)")
 _SWITCH = re.compile(r"--(replace_gin_file|alsologtostderr|logtostderr|sync)=(?i:(true|false))")
 
 
-def as_click_reads(argument: str) -> str | None:
+def translate_for_click(argument: str) -> str | None:
     """An argument in absl's spelling as Click parses it; None if it has no effect."""
     if short := _SHORT_VERBOSITY.fullmatch(argument):
         return f"--verbosity={short[1]}"
@@ -57,7 +57,7 @@ def canonical_arguments(arguments: Iterable[str]) -> list[str]:
     return spelled
 
 
-def with_t5x_overrides(arguments: Iterable[str]) -> list[str]:
+def translate_t5x_overrides(arguments: Iterable[str]) -> list[str]:
     """The command line with T5X's spellings replaced by this program's.
 
     `--gin.NAME=VALUE` becomes `--gin_bindings=NAME=VALUE`. `--replace_gin_file=True`, as T5X's
@@ -78,7 +78,7 @@ def with_t5x_overrides(arguments: Iterable[str]) -> list[str]:
                     f"{argument} has no value.", fix=f"Write it as {argument}=VALUE, in one word."
                 )
             argument = f"--gin_bindings={argument.removeprefix('--gin.')}"
-        if (spelling := as_click_reads(argument)) is not None:
+        if (spelling := translate_for_click(argument)) is not None:
             spelled.append(spelling)
     return spelled
 

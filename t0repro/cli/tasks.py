@@ -12,7 +12,7 @@ import typer
 from t0repro.cli.commands import App
 from t0repro.cli.options import AsJson, ModulesOrT0, Templates, modules_or_t0
 from t0repro.cli.paths import output, output_file
-from t0repro.cli.results import echo, for_people, print_json
+from t0repro.cli.results import echo, print_for_people, print_json
 from t0repro.hub_files import HUB, HubRepository
 from t0repro.lm_eval import files as lm_eval
 from t0repro.progress import count_progress
@@ -124,7 +124,7 @@ def check_tasks(
     _register(module_import, templates)
 
     # A task and its twin share a prompt, which is checked once.
-    tasks = checking.without_twins(select_tasks(mixture, dataset))
+    tasks = checking.drop_twins(select_tasks(mixture, dataset))
     if dataset is None:
         tasks += checking.tasks_without_prompts(mixture)
     with count_progress(len(tasks), "checking", "task", "checked") as advance:
@@ -218,7 +218,7 @@ def find_overlap(
 
     found = overlap.find_overlap(train, evaluated, split, ngram=ngram, memory=memory)
     overlap.write_overlap(found, out)
-    with for_people(as_json):
+    with print_for_people(as_json):
         echo("\n".join(overlap.summary(found)))
         echo(f"wrote {out}")
     if as_json:

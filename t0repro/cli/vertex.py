@@ -13,10 +13,10 @@ from absl import flags
 from t0repro.cli import t5_mesh_transformer
 from t0repro.cli.commands import App
 from t0repro.cli.gin_options import GinFiles, GinParams
-from t0repro.cli.groups import with_groups
+from t0repro.cli.groups import expand_groups
 from t0repro.cli.options import AsJson
 from t0repro.cli.results import echo, print_json
-from t0repro.cli.spelling import canonical_arguments, with_t5x_overrides
+from t0repro.cli.spelling import canonical_arguments, translate_t5x_overrides
 from t0repro.cloud.vertex.checks import check_fit, check_job
 from t0repro.cloud.vertex.command_line import (
     MESH_TRANSFORMER,
@@ -220,7 +220,7 @@ class SubmissionOptions:
 
 
 @app.command()
-@with_groups
+@expand_groups
 def submit(
     context: typer.Context,
     project: Project,
@@ -310,7 +310,7 @@ def _check_options(context: typer.Context, arguments: Arguments) -> None:
     root = context.find_root()
     group: Any = root.command
     # The first word is --run_mode=MODE, which the image's entry point parses.
-    words = with_t5x_overrides(arguments.words[1:])
+    words = translate_t5x_overrides(arguments.words[1:])
     # Parsed as in the container, which has the credentials for its addresses, but not invoked.
     with addresses_of_another_machine():
         group.get_command(root, arguments.mode.value).make_context(

@@ -16,7 +16,7 @@ from t0repro.config.run import Run
 from t0repro.config.settings import RULE, Mtf, Only, Range, arguments
 from t0repro.errors import UserError
 from t0repro.storage import output_path, write_atomically
-from t0repro.words import without_passwords
+from t0repro.words import remove_passwords
 
 _Run = TypeVar("_Run", bound=Run, covariant=True)
 Vocabularies = tuple[Any, Any]  # SeqIO's, for inputs and for targets
@@ -120,7 +120,7 @@ class Configuration(Generic[_Run]):
         folder = model_dir / "commands"
         # As t5 names them: command, command.1, command.2.
         count = len(list(folder.glob("command*"))) if folder.is_dir() else 0
-        command = without_passwords(shlex.join(sys.argv))
+        command = remove_passwords(shlex.join(sys.argv))
         write_atomically(folder / (f"command.{count}" if count else "command"), command)
         if self.inputs.mode == "train":
             write_atomically(model_dir / "operative_config.gin", self.gin_text)

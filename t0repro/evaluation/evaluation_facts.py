@@ -16,7 +16,7 @@ from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.records import digest_of_texts, read_records
 from t0repro.storage import write_atomically
 from t0repro.storage.disk import name_in_errors
-from t0repro.words import without_passwords
+from t0repro.words import remove_passwords
 
 # An evaluation may leave this file beside its outputs: a JSON object with any of the fields
 # step, checkpoint, checkpoint_hash, device, duration_seconds, versions, templates_hash,
@@ -65,7 +65,7 @@ def operative_config(mixture: str, checkpoint: Checkpoint, settings: Any) -> str
     """
     lines = [
         f"rank_eval.mixture = {mixture!r}",
-        f"rank_eval.checkpoint = {without_passwords(checkpoint.path)!r}",
+        f"rank_eval.checkpoint = {remove_passwords(checkpoint.path)!r}",
     ]
     values = dataclasses.asdict(settings)
     values["lengths"] = dict(settings.lengths)
@@ -140,7 +140,7 @@ def _facts(checkpoint: Checkpoint, used: Mapping[str, Mapping[str, Any]]) -> dic
     records = list(used.values())
     return {
         "step": checkpoint.step,
-        "checkpoint": without_passwords(checkpoint.path),
+        "checkpoint": remove_passwords(checkpoint.path),
         "checkpoint_hash": checkpoint.digest,
         "duration_seconds": sum(record["seconds"] for record in records),
         "versions": package_versions(),

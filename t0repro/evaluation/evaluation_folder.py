@@ -24,7 +24,7 @@ from t0repro.evaluation.code_version import generation_digest, rendering_digest,
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.task_output import TaskResult
 from t0repro.storage import write_atomically
-from t0repro.words import without_passwords
+from t0repro.words import remove_passwords
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +171,7 @@ def claim_step(
     """
     claim = {
         "step": checkpoint.step,
-        "path": without_passwords(checkpoint.path),
+        "path": remove_passwords(checkpoint.path),
         "digest": checkpoint.digest,
         "model": checkpoint.computation(),
         **_decisive(mixture, settings),
@@ -270,13 +270,13 @@ def _differences(other: Mapping[str, Any], claim: Mapping[str, Any], add_step: b
             f" files of {claim['path']} say {now.get(name)!r}"
         )
     return differences + [
-        f"{name} {_in_words(other[name])}, not {_in_words(claim[name])}"
+        f"{name} {_format_value(other[name])}, not {_format_value(claim[name])}"
         for name in sorted(claim.keys() - _OF_THE_CHECKPOINT)
         if other[name] != claim[name]
     ]
 
 
-def _in_words(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return "none" if value is None else str(value)

@@ -274,11 +274,13 @@ class DescribedEvaluator(TaskEvaluator):
         pairs = enumerate(made)
         inferred: dict[str, Sequence[Any]]
         if judge.ranks:
-            outputs = _in_order(functions.score(pairs))
+            outputs = _sort_by_index(functions.score(pairs))
             inferred = {"score": outputs}
         else:
             vocabulary = task.output_features["targets"].vocabulary
-            texts = [vocabulary.decode(tokens) for tokens in _in_order(functions.predict(pairs))]
+            texts = [
+                vocabulary.decode(tokens) for tokens in _sort_by_index(functions.predict(pairs))
+            ]
             outputs = [
                 judge.postprocess(text, example=example)
                 for text, example in zip(texts, examples, strict=True)
@@ -324,7 +326,7 @@ class DescribedEvaluator(TaskEvaluator):
             yield json.dumps(line, default=_plain) + "\n"
 
 
-def _in_order(indexed: Sequence[tuple[int, Any]]) -> list[Any]:
+def _sort_by_index(indexed: Sequence[tuple[int, Any]]) -> list[Any]:
     return [output for _, output in sorted(indexed, key=lambda pair: pair[0])]
 
 

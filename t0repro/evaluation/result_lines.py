@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from t0repro.words import as_reader_knows, counted
+from t0repro.words import counted, rename_for_reader
 
 
 def print_results(
@@ -20,7 +20,7 @@ def print_results(
       step: the checkpoint's step.
       folder: the `<split>_eval` folder that holds the files, or a model_dir without any.
     """
-    print("\n".join(map(as_reader_knows, result_lines(metrics, step, Path(folder)))), flush=True)
+    print("\n".join(map(rename_for_reader, result_lines(metrics, step, Path(folder)))), flush=True)
 
 
 def result_lines(metrics: Mapping[str, Mapping[str, float]], step: int, folder: Path) -> list[str]:

@@ -24,7 +24,7 @@ from t0repro.errors import UserError
 from t0repro.mtf import hooks
 from t0repro.mtf.metrics_file import is_on_this_disk
 from t0repro.progress import working
-from t0repro.words import without_passwords
+from t0repro.words import remove_passwords
 
 # t5's main binds these dtypes to float32 in every run without --tpu.
 _FLOAT32_ON_CPU = ("slice", "activation")
@@ -106,7 +106,7 @@ def record_command(model_dir: str) -> None:
         count = len(tf.io.gfile.glob(os.path.join(folder, "command*")))
         name = f"command.{count}" if count else "command"
         with tf.io.gfile.GFile(os.path.join(folder, name), "w") as file:
-            file.write(without_passwords(" ".join(sys.argv)))
+            file.write(remove_passwords(" ".join(sys.argv)))
     except (tf.errors.PermissionDeniedError, tf.errors.InvalidArgumentError):
         pass  # as in t5: a read-only model_dir gets no record
 

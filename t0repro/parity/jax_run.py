@@ -125,7 +125,7 @@ def _train(
         # Fetch at once, so that donated or replaced arrays are not read later.
         values.append(jax.device_get(metrics))
         if done in snapshots:
-            trees[done] = _by_parameter(to_flat_tree(state))
+            trees[done] = _rename_by_parameter(to_flat_tree(state))
     return StackResult(
         losses=np.array([value["loss"] for value in values]),
         learning_rates=np.array([value["learning_rate"] for value in values]),
@@ -134,7 +134,7 @@ def _train(
     )
 
 
-def _by_parameter(tree: FlatTree) -> FlatTree:
+def _rename_by_parameter(tree: FlatTree) -> FlatTree:
     """A checkpoint's tree with Adam's moments under their parameters' paths, unlike optax's."""
     return {key: value for name, value in tree.items() if (key := naming.from_optax(name))}
 
@@ -213,15 +213,16 @@ def as_stack_result(result: MeshResult, snapshots: Sequence[int]) -> StackResult
         # load_any returns T5X's names, with the slots of square matrices exchanged.
         trees={done: load_any(result.checkpoint(done)) for done in snapshots},
         activations={
-            _activation_name(name): x for name, x in _in_order(result.group("activations")).items()
+            _activation_name(name): x
+            for name, x in _sort_by_number(result.group("activations")).items()
         },
-        gradients=_by_path(result.group("gradients")),
+        gradients=_rename_by_path(result.group("gradients")),
         token_losses=arrays.get("token_losses"),
         scores=arrays.get("scores"),
     )
 
 
-def _by_path(gradients: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _rename_by_path(gradients: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Gradients under T5X's paths instead of Mesh TensorFlow's names."""
     bias_per_layer = naming.has_bias_per_layer(map(naming.mtf_to_path, gradients))
     found = {}
@@ -232,7 +233,7 @@ def _by_path(gradients: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return found
 
 
-def _in_order(activations: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _sort_by_number(activations: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Sorts by the number that each name begins with, and removes it."""
     # Numbers are padded with zeros, so that sorting restores the order of the computation.
     return {name.partition("/")[2]: activations[name] for name in sorted(activations)}
@@ -305,11 +306,11 @@ def with_error(
         model = dataclasses.replace(config.model, loss_denominator=float(real))
         return dataclasses.replace(config, model=model), start
     if error == "slot-swap":
-        return config, without_exchange(start)
+        return config, exchange_square_slots(start)
     return config, start
 
 
-def without_exchange(tree: FlatTree) -> dict[str, np.ndarray]:
+def exchange_square_slots(tree: FlatTree) -> dict[str, np.ndarray]:
     """Swaps v_row and v_col of every parameter whose two largest axes are equally long."""
     swapped = dict(tree)
     for key in tree:

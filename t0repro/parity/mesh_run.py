@@ -189,7 +189,7 @@ def _feed(placeholders: Mapping[str, Any], batch: Mapping[str, np.ndarray]) -> d
     return {placeholders[name]: x for name, x in batch.items()}
 
 
-def _as_float32(lowering: Any, tensor: Any) -> Any:
+def _cast_to_float32(lowering: Any, tensor: Any) -> Any:
     return tf.cast(lowering.export_to_tf_tensor(tensor), tf.float32)
 
 
@@ -206,7 +206,9 @@ def _train(
     (saver,) = tf.get_collection(tf.GraphKeys.SAVERS)
     to_slices, to_masters = lowering.copy_masters_to_slices(), lowering.copy_slices_to_masters()
     gradients = (
-        {v.name: _as_float32(lowering, g) for v, g in captured.gradients} if job.tensors else {}
+        {v.name: _cast_to_float32(lowering, g) for v, g in captured.gradients}
+        if job.tensors
+        else {}
     )
     fetches = {"loss": spec.loss}
     if rates:
@@ -261,10 +263,10 @@ def _forward(model_fn: Callable[..., Any], batch: Mapping[str, np.ndarray], star
         spec = model_fn()(dict(placeholders), None, tf.estimator.ModeKeys.EVAL, params={})
     lowering = captured.lowerings[-1]
     wanted = {
-        f"activations/{index:03d}/{name}": _as_float32(lowering, tensor)
+        f"activations/{index:03d}/{name}": _cast_to_float32(lowering, tensor)
         for index, (name, tensor) in enumerate(captured.layers)
     }
-    wanted[f"activations/{len(captured.layers):03d}/logits"] = _as_float32(
+    wanted[f"activations/{len(captured.layers):03d}/logits"] = _cast_to_float32(
         lowering, captured.logits
     )
     # The first argument of its metric function is the cross entropy of each token.

@@ -29,10 +29,10 @@ from t0repro.parity.jax_run import (
     Error,
     StackResult,
     as_stack_result,
+    exchange_square_slots,
     injected,
     run_jax,
     with_error,
-    without_exchange,
 )
 from t0repro.parity.mesh_jobs import MeshJob, run_mesh, save_batches
 from t0repro.storage import output_path
@@ -289,7 +289,7 @@ def compare_sides(
         )
     # The error leaves slots unexchanged between the stacks, so on the way back too.
     if error == "slot-swap":
-        trees = {done: without_exchange(tree) for done, tree in ours.trees.items()}
+        trees = {done: exchange_square_slots(tree) for done, tree in ours.trees.items()}
         ours = dataclasses.replace(ours, trees=trees)
     tokens = np.array([np.count_nonzero(np.asarray(ex["targets"]) > 0) for ex in examples])
     findings = _compare_results(reference, ours, float32=job.float32, tokens=tokens)

@@ -26,7 +26,7 @@ from t0repro.evaluation.records import read_records
 from t0repro.evaluation.task_scores import TaskScores
 from t0repro.reports.prompts import PromptInfo, choice_text, fixed_classes, tasks_by_dataset
 from t0repro.reports.provenance import recorded_facts
-from t0repro.reports.ranking import with_rows
+from t0repro.reports.ranking import add_rows
 from t0repro.reports.run import Run
 from t0repro.reports.statistics import (
     Bootstrap,
@@ -37,7 +37,7 @@ from t0repro.reports.statistics import (
     reweighted,
     root_of_squares,
 )
-from t0repro.words import as_reader_knows, shortened
+from t0repro.words import rename_for_reader, shortened
 
 MAX_FLIPS = 200
 _INPUT_SHOWN = 600  # characters
@@ -77,7 +77,7 @@ def read_run_facts(run: Run) -> RunFacts:
     return RunFacts(
         run.label,
         step,
-        as_reader_knows(str(run.eval_dir)),
+        rename_for_reader(str(run.eval_dir)),
         recorded_facts(run.eval_dir, step).get("checkpoint"),
         written.strftime("%Y-%m-%d %H:%M"),
     )
@@ -295,7 +295,7 @@ def compare_runs(
             fix="Evaluate the same mixture on both.",
         )
     unlike = unlike_tasks(a, b, shared)
-    left_out = _in_words(unlike, prompts)
+    left_out = _describe_unlike(unlike, prompts)
     shared = [task for task in shared if task not in unlike]
     if not shared or (unlike and same_pairs):
         raise UserError(
@@ -316,7 +316,7 @@ def compare_runs(
     records, records_b = read_records(a.eval_dir, step_a), read_records(b.eval_dir, step_b)
     # The same rows in both, as just checked.
     ranked = {
-        task: (with_rows(ours, records.get(task)), with_rows(theirs, records.get(task)))
+        task: (add_rows(ours, records.get(task)), add_rows(theirs, records.get(task)))
         for task, (ours, theirs) in ranked.items()
     }
     flips = [flip for task in shared for flip in _flips(*ranked[task], prompts.get(task))]
@@ -330,7 +330,7 @@ def compare_runs(
         ),
         only_a=tuple(sorted(scores_a.keys() - scores_b.keys())),
         only_b=tuple(sorted(scores_b.keys() - scores_a.keys())),
-        flips=_with_inputs(flips[:MAX_FLIPS], a.eval_dir),
+        flips=_add_inputs(flips[:MAX_FLIPS], a.eval_dir),
         datasets=tuple(
             _difference(dataset, [ranked[task] for task in tasks], bootstrap)
             for dataset, tasks in tasks_by_dataset(shared, prompts).items()
@@ -398,7 +398,9 @@ def _recorded_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | No
     return "rows" if a["split"] != b["split"] or (told and data[0] != data[1]) else None
 
 
-def _in_words(unlike: Mapping[str, str], prompts: Mapping[str, PromptInfo]) -> dict[str, str]:
+def _describe_unlike(
+    unlike: Mapping[str, str], prompts: Mapping[str, PromptInfo]
+) -> dict[str, str]:
     """Dataset -> a clause that names its tasks that are not compared, and what differs."""
     found = {}
     for dataset, tasks in tasks_by_dataset(sorted(unlike), prompts).items():
@@ -460,7 +462,7 @@ def _rank_shared(
 ) -> tuple[RankResult, RankResult]:
     """Both runs' predictions on their common examples."""
     shared = np.intersect1d(a.input_index, b.input_index)
-    kept_a, kept_b = _on_examples(a, shared), _on_examples(b, shared)
+    kept_a, kept_b = _select_examples(a, shared), _select_examples(b, shared)
     # Paired figures make sense only if both runs answered the same examples.
     if not shared.size:
         raise UserError(
@@ -479,7 +481,7 @@ def _rank_shared(
     )
 
 
-def _on_examples(scores: TaskScores, examples: np.ndarray) -> TaskScores:
+def _select_examples(scores: TaskScores, examples: np.ndarray) -> TaskScores:
     keep = np.isin(scores.input_index, examples)
     # Nothing to drop: return the same arrays without a copy.
     if keep.all():
@@ -513,7 +515,7 @@ def _flips(a: RankResult, b: RankResult, info: PromptInfo | None) -> list[Flip]:
     ]
 
 
-def _with_inputs(flips: Sequence[Flip], eval_dir: str | os.PathLike[str]) -> tuple[Flip, ...]:
+def _add_inputs(flips: Sequence[Flip], eval_dir: str | os.PathLike[str]) -> tuple[Flip, ...]:
     """The flips with their rendered inputs; both runs have the same."""
     examples: dict[str, list[int]] = {}
     for flip in flips:

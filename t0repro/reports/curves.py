@@ -17,7 +17,7 @@ from t0repro.reports.plots import curves_plot
 from t0repro.reports.training_runs import folders_with
 from t0repro.terminal import bars
 from t0repro.training.metrics import LOSS_PER_TOKEN, METRICS_FILE, OWN_UNIT
-from t0repro.words import as_reader_knows
+from t0repro.words import rename_for_reader
 
 Points = list[tuple[int, float]]
 # What the values are, such as "accuracy" -> label -> points: curves that share an axis.
@@ -91,7 +91,7 @@ def read_curves(folders: Sequence[Path], metric: str | None = None) -> tuple[str
             raise _no_metrics_error(folder)
         known |= found.keys()
         for place in sorted(found.get(metric, {})):
-            title, values = _in_one_unit(found, metric, place, folder)
+            title, values = _convert_unit(found, metric, place, folder)
             points = sorted(item for item in values.items() if math.isfinite(item[1]))
             if points:
                 curves[folder, place], titles[folder, place] = points, title
@@ -130,7 +130,7 @@ def _no_metrics_error(folder: Path) -> UserError:
     )
 
 
-def _in_one_unit(
+def _convert_unit(
     found: _Found, metric: str, place: str, folder: Path
 ) -> tuple[str, dict[int, float]]:
     """What a metric's values at a place are, and the values; losses per target token if known."""
@@ -143,7 +143,7 @@ def _in_one_unit(
     # A run that 0.1.0 began has it for its later steps only.
     if per_token.keys() >= values.keys():
         return LOSS, per_token
-    return f"loss of {as_reader_knows(str(folder))}{OWN_UNIT}", values
+    return f"loss of {rename_for_reader(str(folder))}{OWN_UNIT}", values
 
 
 def _labels(curves: Sequence[tuple[Path, str]]) -> list[str]:
@@ -155,7 +155,7 @@ def _labels(curves: Sequence[tuple[Path, str]]) -> list[str]:
     labels = []
     for folder, place in curves:
         # Two runs may have folders of the same name, such as a/model and b/model.
-        run = folder.resolve().name if len(names) == len(runs) else as_reader_knows(str(folder))
+        run = folder.resolve().name if len(names) == len(runs) else rename_for_reader(str(folder))
         shown = place.rpartition("/")[2] if len(last) == len(places) else place
         of_the_run = place in (_TRAIN, _TOP)
         parts = [run] if len(runs) > 1 or of_the_run else []

@@ -113,7 +113,7 @@ def make_report(
     # Fix the step: a training run may write the next one while the report is being built.
     run = dataclasses.replace(run, step=step)
     records = read_records(run.eval_dir, step)
-    ranked, decoded = _by_mode(run, records, options.tasks)
+    ranked, decoded = _split_by_mode(run, records, options.tasks)
     results = rank_folder(run.eval_dir, prompts, step=step, tasks=ranked)
     extras = _extras(run, prompts, ranked, options.extras, records)
     without = accuracies_without(results, options.overlap or {})
@@ -155,7 +155,7 @@ def _provenance(run: Run, step: int, options: ReportOptions) -> Provenance:
     return dataclasses.replace(collect_provenance(run, step), **given)
 
 
-def _by_mode(
+def _split_by_mode(
     run: Run, records: Mapping[str, Mapping[str, Any]], tasks: Sequence[str] | None
 ) -> tuple[list[str], list[Mapping[str, Any]]]:
     """The ranked tasks, and the records of the decoded ones."""

@@ -231,7 +231,7 @@ def correct_by_models(models: Models, comparisons: Sequence[RunComparison]) -> l
         for dataset in models.datasets
         for pair in dataset.pairs
     }
-    return _with_p_values(
+    return _set_p_values(
         comparisons,
         (
             # None for two seeds of one model, which are not a pair of models.
@@ -245,10 +245,10 @@ def correct_by_models(models: Models, comparisons: Sequence[RunComparison]) -> l
 def correct_p_values(comparisons: Sequence[RunComparison]) -> list[RunComparison]:
     """The comparisons with p-values after Holm's correction over all of their datasets."""
     values = holm([d.p_value for compared in comparisons for d in compared.datasets])
-    return _with_p_values(comparisons, values)
+    return _set_p_values(comparisons, values)
 
 
-def _with_p_values(
+def _set_p_values(
     comparisons: Sequence[RunComparison], p_adjusted: Iterable[float | None]
 ) -> list[RunComparison]:
     """The comparisons with these p-values, one for each dataset of each comparison in turn."""

@@ -30,7 +30,7 @@ def render_markdown(page: Page) -> str:
             for card in page.cards
         ]
         parts.append("\n".join(lines))
-    for section in _with_content(page.sections):
+    for section in _drop_empty(page.sections):
         parts += _section(section)
     return "\n\n".join(parts) + "\n"
 
@@ -52,7 +52,7 @@ def markdown_table(header: Sequence[str | Column], rows: Iterable[Sequence[str |
 def escape(text: str) -> str:
     """Text that Markdown displays literally, on a line of its own."""
     # For a number, escape the full stop after it; for other signs, the sign itself.
-    return _AT_START.sub(_without_start, _inline(text))
+    return _AT_START.sub(_escape_start, _inline(text))
 
 
 def _inline(text: str) -> str:
@@ -60,12 +60,12 @@ def _inline(text: str) -> str:
     return _ACTIVE.sub(lambda match: "\\" + match[0], printable(text))
 
 
-def _without_start(match: re.Match[str]) -> str:
+def _escape_start(match: re.Match[str]) -> str:
     space, sign = match.groups()
     return f"{space}{sign}\\" if sign.isdigit() else f"{space}\\{sign}"
 
 
-def _with_content(sections: Sequence[Section]) -> list[Section]:
+def _drop_empty(sections: Sequence[Section]) -> list[Section]:
     """The sections with content below their heading; plots and legends do not count."""
     kept: list[Section] = []
     # Backward, so that a section's parts are decided before the section.

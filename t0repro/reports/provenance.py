@@ -16,7 +16,7 @@ from t0repro.evaluation.evaluation_facts import EVALUATION_FACTS, package_versio
 from t0repro.evaluation.outputs import latest_step
 from t0repro.reports.run import Run
 from t0repro.storage import address_of, input_path
-from t0repro.words import as_reader_knows, without_passwords
+from t0repro.words import remove_passwords, rename_for_reader
 
 _AGAIN = "Evaluate again, or remove the file: the report then lacks what it records."
 
@@ -60,7 +60,7 @@ def collect_provenance(run: Run, step: int) -> Provenance:
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         label=run.label,
         # A bucket's address, if the folder is a working copy of it.
-        eval_dir=as_reader_knows(str(run.eval_dir)),
+        eval_dir=rename_for_reader(str(run.eval_dir)),
         step=step,
         # If the evaluation recorded no versions, give those of the report's writer.
         versions=facts.get("versions") or package_versions(),
@@ -99,7 +99,7 @@ def default_label(
 
 def checkpoint_name(checkpoint: str) -> str:
     """A checkpoint's folder or released name, without the address before it and the step."""
-    path = PurePosixPath(without_passwords(checkpoint).partition("?")[0])
+    path = PurePosixPath(remove_passwords(checkpoint).partition("?")[0])
     is_step = re.fullmatch(r"(model\.ckpt-|checkpoint_)\d+", path.name)
     return (path.parent if is_step else path).name or "model"
 

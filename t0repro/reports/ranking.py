@@ -57,10 +57,10 @@ def rank_folder(
         )
         for scores in found
     )
-    return [with_rows(result, records.get(result.task)) for result in results]
+    return [add_rows(result, records.get(result.task)) for result in results]
 
 
-def with_rows(result: RankResult, record: Mapping[str, Any] | None) -> RankResult:
+def add_rows(result: RankResult, record: Mapping[str, Any] | None) -> RankResult:
     """The result with each example's row, if its task's record says which rows gave no example."""
     dropped = None if record is None else record.get("dropped_rows")
     if dropped is None:

@@ -16,7 +16,7 @@ from t0repro.event_files import MARK
 from t0repro.reports.losses import LOSS
 from t0repro.training.metrics import METRICS_FILE, OWN_UNIT
 from t0repro.training.run_state import RUN_STATE_FILE, RunState, read_run_state
-from t0repro.words import as_reader_knows, counted
+from t0repro.words import counted, rename_for_reader
 
 HEADER = ("run", "state", "step", LOSS, "tokens", "tokens/s", "left")
 # Far longer than a step: each step rewrites the record once it is 5 seconds old.
@@ -84,7 +84,7 @@ def run_rows(runs: Mapping[Path, RunState]) -> list[tuple[str, ...]]:
     """The cells of a table with the columns of HEADER."""
     return [
         (
-            as_reader_knows(str(path)),
+            rename_for_reader(str(path)),
             _state(run),
             f"{run.step:,} of {run.last_step:,}",
             _loss(run),
@@ -125,6 +125,6 @@ def _format_time_left(run: RunState) -> str:
 def to_json(runs: Mapping[Path, RunState]) -> list[dict[str, Any]]:
     """One object for each run: its folder, and the fields of its record."""
     return [
-        {"folder": as_reader_knows(str(path))} | dataclasses.asdict(run)
+        {"folder": rename_for_reader(str(path))} | dataclasses.asdict(run)
         for path, run in runs.items()
     ]

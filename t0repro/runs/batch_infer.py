@@ -354,7 +354,7 @@ def _line(
         return line | {"score": output}
     line["prediction"] = _decode_tokens(output, vocabulary)
     if plan.output_ids:
-        line["prediction_tokens"] = _until_padding(output)
+        line["prediction_tokens"] = _cut_at_padding(output)
     if plan.mode == "predict_with_aux":
         line["aux"] = dict(aux)
     return line
@@ -381,10 +381,10 @@ def _is_written(feature: str, plan: InferRun) -> bool:
     return text != feature
 
 
-def _until_padding(output: list[Any]) -> list[Any]:
+def _cut_at_padding(output: list[Any]) -> list[Any]:
     """Token ids before the first 0; with several decodes, those of each."""
     if output and isinstance(output[0], list):
-        return [_until_padding(tokens) for tokens in output]
+        return [_cut_at_padding(tokens) for tokens in output]
     return output[: output.index(0)] if 0 in output else output
 
 

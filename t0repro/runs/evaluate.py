@@ -42,7 +42,7 @@ def evaluate(configuration: Configuration[MeshEvalRun]) -> None:
       UserError: If no evaluation dataset is bound.
     """
     checkpoints = choose_checkpoints(configuration.run)
-    configuration = _with_own_output(configuration)
+    configuration = _separate_output(configuration)
     config = configuration.run
     buffers = _task_buffers(config)
     for checkpoint in load_checkpoints(configuration, checkpoints):
@@ -54,7 +54,7 @@ def evaluate(configuration: Configuration[MeshEvalRun]) -> None:
         print_results(evaluated, checkpoint.step, evaluation_folder(config))
 
 
-def _with_own_output(configuration: Configuration[MeshEvalRun]) -> Configuration[MeshEvalRun]:
+def _separate_output(configuration: Configuration[MeshEvalRun]) -> Configuration[MeshEvalRun]:
     """With several processes, keeps only the first one's results."""
     if is_first():
         return configuration

@@ -227,7 +227,7 @@ class _Evaluation:
         readers = {name: self._reader(name) for name in names}
         tasks: dict[str, _RankedTask] = {}
         try:
-            for chunks in read_buffers(_with_progress(readers), PAIRS_IN_MEMORY):
+            for chunks in read_buffers(_report_progress(readers), PAIRS_IN_MEMORY):
                 run = RankRun(
                     self.checkpoint,
                     chunks,
@@ -350,7 +350,7 @@ class _RankedTask:
         return found
 
 
-def _with_progress(
+def _report_progress(
     readers: Mapping[str, TaskReader],
 ) -> Iterator[tuple[str, Iterator[dict[str, Any]]]]:
     """Yields each task's name and examples; reports every ten tasks how many have been read."""

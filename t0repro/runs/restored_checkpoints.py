@@ -22,7 +22,7 @@ from t0repro.evaluation.opened import Checkpoint, load_on_devices
 from t0repro.parameters import naming
 from t0repro.partitioning.processes import broadcast_from_first
 from t0repro.runs.checkpoint_choice import checkpoints_in, model_on_devices, new_checkpoints
-from t0repro.words import without_passwords
+from t0repro.words import remove_passwords
 
 POLL_SECONDS = 5.0
 
@@ -104,7 +104,7 @@ def wait_for_checkpoints(
 
 def own_path(ref: CheckpointRef) -> str:
     """A checkpoint's own path, however it was given: relative, or through a symbolic link."""
-    return without_passwords(storage.real(storage.local_path(ref.path)))
+    return remove_passwords(storage.real(storage.local_path(ref.path)))
 
 
 def identity(ref: CheckpointRef) -> str | None:

@@ -108,7 +108,7 @@ class ScoreFiles:
         # Mesh TensorFlow's format, six significant digits (save_scores).
         self._files[0].write(f"{score:g}" for score in scores)
         if self._texts:
-            tokens = [_until_eos(ids) for ids in targets]
+            tokens = [_cut_after_eos(ids) for ids in targets]
             texts = (
                 self._vocabulary.decode([token for token in ids if token > 0]) for ids in tokens
             )
@@ -128,6 +128,6 @@ class ScoreFiles:
             file.discard()  # finds nothing to remove after a commit
 
 
-def _until_eos(ids: np.ndarray) -> list[int]:
+def _cut_after_eos(ids: np.ndarray) -> list[int]:
     tokens = np.trim_zeros(np.asarray(ids), "b").tolist()
     return tokens[: tokens.index(1) + 1] if 1 in tokens else tokens  # T5's EOS

@@ -68,7 +68,7 @@ def score(
     """
     check_choice(activation, DType, "activation")
     inputs = listed(inputs, "inputs", "score")
-    of_each = _of_each(inputs, listed(choices, "choices", "score"))
+    of_each = _list_choices(inputs, listed(choices, "choices", "score"))
     _check_lengths(lengths)
     named = isinstance(vocabulary, VocabularyFile)
     file = vocabulary if named else named_vocabulary(vocabulary)
@@ -88,7 +88,7 @@ def _open(path: str, activation: DType, step: int | None) -> Checkpoint:
     return open_checkpoint(path, step, activation)
 
 
-def _of_each(
+def _list_choices(
     inputs: Sequence[str], choices: Sequence[str] | Sequence[Sequence[str]]
 ) -> list[list[str]]:
     """The choices for each input."""

@@ -51,7 +51,7 @@ def _address(path: AnyPath) -> str:
     return f"{scheme.lower()}://{rest.strip('/')}"
 
 
-def _without_file_scheme(path: AnyPath) -> Path:
+def _remove_file_scheme(path: AnyPath) -> Path:
     return Path(re.sub("^file:/+", "/", os.fspath(path), flags=re.IGNORECASE))
 
 
@@ -68,7 +68,7 @@ def output_path(path: AnyPath, where: str | None = None) -> Path:
     """
     if is_address(path):
         return working_copies.open_copy(check_address(path, where), writes=True)
-    return _without_file_scheme(path)
+    return _remove_file_scheme(path)
 
 
 def input_path(path: AnyPath, where: str | None = None) -> Path:
@@ -79,7 +79,7 @@ def input_path(path: AnyPath, where: str | None = None) -> Path:
     """
     if is_address(path):
         return working_copies.open_copy(check_address(path, where), writes=False)
-    return _without_file_scheme(path)
+    return _remove_file_scheme(path)
 
 
 def place(path: AnyPath) -> Path:
@@ -202,7 +202,7 @@ def check_folder(path: AnyPath, where: str | None = None) -> None:
     if is_address(path):
         check_address(path, where)
         return
-    if why := disk.find_obstacle(_without_file_scheme(path)):
+    if why := disk.find_obstacle(_remove_file_scheme(path)):
         raise UserError(
             f"No folder can be made or written at {path}: {why}.",
             where=where,
@@ -396,7 +396,7 @@ def make_folder(folder: AnyPath) -> None:
     if is_address(folder):
         check_address(folder)
     else:
-        disk.make_folder(_without_file_scheme(folder))
+        disk.make_folder(_remove_file_scheme(folder))
 
 
 def write_atomically(path: AnyPath, content: str | bytes, *, private: bool = False) -> None:
@@ -411,7 +411,7 @@ def write_atomically(path: AnyPath, content: str | bytes, *, private: bool = Fal
     if is_address(path):
         buckets.write(check_address(path), data)
     else:
-        disk.write_atomically(_without_file_scheme(path), data, private=private)
+        disk.write_atomically(_remove_file_scheme(path), data, private=private)
 
 
 def put_file(source: Path, target: AnyPath) -> None:

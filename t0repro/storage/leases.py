@@ -26,7 +26,7 @@ from typing import Any
 from t0repro.errors import UserError
 from t0repro.progress import Waiting
 from t0repro.storage import buckets
-from t0repro.words import without_passwords
+from t0repro.words import remove_passwords
 
 LEASES = ".t0repro.lease"
 
@@ -50,7 +50,7 @@ class Lease:
         self._owner = {
             "owner": uuid.uuid4().hex,
             "purpose": purpose,
-            "command": without_passwords(shlex.join(sys.argv)),
+            "command": remove_passwords(shlex.join(sys.argv)),
             "host": socket.gethostname(),
             "process": os.getpid(),
             "machine": _machine(),

@@ -16,7 +16,7 @@ import filelock
 from t0repro.errors import UserError
 from t0repro.progress import say
 from t0repro.storage.disk import FULL_NUMBERS, find_obstacle, make_folder
-from t0repro.words import without_passwords
+from t0repro.words import remove_passwords
 
 LOCK_FILE = ".t0repro.lock"
 LEASE_FILE = ".t0repro.lease"
@@ -69,7 +69,7 @@ def lock_folder(folder: Path, purpose: str, *, fix: str) -> Iterator[None]:
             _acquire(lease)
             stack.callback(lease.release)
             # For the message that a refused run prints.
-            command = without_passwords(shlex.join(sys.argv))
+            command = remove_passwords(shlex.join(sys.argv))
             stack.callback((folder / COMMAND_FILE).unlink, missing_ok=True)
             (folder / COMMAND_FILE).write_text(f"{purpose}\n{command}\n")
         except filelock.Timeout as error:

@@ -35,7 +35,7 @@ from t0repro.training.models import model_of
 from t0repro.training.t5_model import T5Model
 from t0repro.training.train_state import base_parameters, parameters_from_flat_tree
 from t0repro.training.train_step import microbatch_keys, split_into_microbatches
-from t0repro.words import without_passwords
+from t0repro.words import remove_passwords
 
 BATCH_FILE, NOTES_FILE = "batch.npz", "update.json"
 
@@ -81,7 +81,7 @@ def write_bad_update(
     notes = {
         "step": step,
         "key": np.asarray(data).tolist(),
-        "config": json.loads(without_passwords(config.to_json())),
+        "config": json.loads(remove_passwords(config.to_json())),
     }
     with atomic_directory(folder) as temporary:
         arrays: dict[str, Any] = dict(batch)

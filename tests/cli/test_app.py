@@ -15,7 +15,7 @@ import typer
 from t0repro.cli import app
 from t0repro.cli.commands import More
 from t0repro.cli.gate import ErrorHandling
-from t0repro.cli.spelling import with_t5x_overrides
+from t0repro.cli.spelling import translate_t5x_overrides
 from t0repro.errors import UserError
 
 from ..helpers.docs_commands import programs_started
@@ -221,7 +221,7 @@ def test_examples_in_help_are_command_lines_that_the_parser_takes(command):
     root = app.command()
     for words in _examples(command):
         assert "..." not in words  # nobody can paste that
-        assert _parse(root, with_t5x_overrides(words)).callback is not None
+        assert _parse(root, translate_t5x_overrides(words)).callback is not None
 
 
 @pytest.mark.parametrize("command", list(_callbacks(app.command())))

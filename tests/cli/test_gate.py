@@ -213,7 +213,9 @@ def test_values_keep_their_dashes():
     assert spelled[-1] == "a-b"
 
 
-@pytest.mark.parametrize("spelled", [spelling.canonical_arguments, spelling.with_t5x_overrides])
+@pytest.mark.parametrize(
+    "spelled", [spelling.canonical_arguments, spelling.translate_t5x_overrides]
+)
 @pytest.mark.parametrize("argument", ["--out=~/runs", "~/runs", "~"])
 def test_a_tilde_that_the_shell_left_is_refused_rather_than_made_a_folder(spelled, argument):
     with pytest.raises(UserError, match="did not expand the ~ of '~") as caught:

@@ -7,7 +7,7 @@ import pytest
 from absl import logging as absl_logging
 
 from t0repro.cli.app import command
-from t0repro.cli.spelling import as_click_reads, with_t5x_overrides
+from t0repro.cli.spelling import translate_for_click, translate_t5x_overrides
 
 from .commands import run
 
@@ -28,7 +28,7 @@ def log_as_it_was():
 @pytest.mark.parametrize("verbosity", ["-v=-1", "-v -1", "--v=-1", "--verbosity=-1"])
 def test_every_command_of_t5x_takes_them_in_absls_spellings(mode, verbosity):
     parser = command().get_command(None, mode)
-    words = with_t5x_overrides([*T5X[:3], *verbosity.split()])
+    words = translate_t5x_overrides([*T5X[:3], *verbosity.split()])
     assert parser.make_context(mode, words).params["verbosity"] == -1
 
 
@@ -38,8 +38,8 @@ def test_a_level_that_is_none_is_a_mistake(monkeypatch, capsys):
 
 
 def test_a_switch_with_a_value_is_the_switch_or_nothing():
-    assert as_click_reads("--alsologtostderr=True") == "--alsologtostderr"
-    assert as_click_reads("--alsologtostderr=false") is None
+    assert translate_for_click("--alsologtostderr=True") == "--alsologtostderr"
+    assert translate_for_click("--alsologtostderr=false") is None
 
 
 def test_the_verbosity_prints_what_the_libraries_log(monkeypatch, capsys):

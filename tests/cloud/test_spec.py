@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gin
-from t0repro.cli.spelling import with_t5x_overrides
+from t0repro.cli.spelling import translate_t5x_overrides
 from t0repro.cloud.vertex.accelerators import ACCELERATORS
 from t0repro.cloud.vertex.command_line import override
 from t0repro.cloud.vertex.spec import JobSpec, Machines
@@ -44,7 +44,7 @@ def test_overrides_arrive_through_a_shell_and_gin_as_they_were_written(values):
     arrived = json.loads(subprocess.run(shell, stdout=subprocess.PIPE, check=True).stdout)
     assert arrived == list(job.arguments)
 
-    statements = [one.removeprefix("--gin_bindings=") for one in with_t5x_overrides(arrived)]
+    statements = [one.removeprefix("--gin_bindings=") for one in translate_t5x_overrides(arrived)]
     parsed = gin.config.parse_value
     for statement, value in zip(statements, values, strict=True):
         assert parsed(statement.partition("=")[2]) == value

@@ -12,7 +12,7 @@ import pytest
 from t0repro.errors import UserError
 from t0repro.tasks import rows, story_cloze
 from t0repro.tasks.catalog import catalog
-from t0repro.tasks.seqio_tasks import PromptedSource, in_blocks
+from t0repro.tasks.seqio_tasks import PromptedSource, batch_examples
 from t0repro.tasks.source import PromptedRows, Split
 from t0repro.tasks.templates import load_template, template_names
 
@@ -45,13 +45,13 @@ def test_blocks_hold_the_examples_in_order_and_equally_many_choices_each():
         return {"inputs": str(number), "answer_choices": ["choice"] * choices}
 
     examples = [example(n, choices) for n, choices in enumerate([2] * 70 + [3] + [2] * 2)]
-    blocks = list(in_blocks(examples))
+    blocks = list(batch_examples(examples))
     assert [len(block["inputs"]) for block in blocks] == [64, 6, 1, 2]
     values = [zip(*block.values(), strict=True) for block in blocks]
     assert [
         dict(zip(blocks[0], each, strict=True)) for block in values for each in block
     ] == examples
-    assert list(in_blocks([])) == []
+    assert list(batch_examples([])) == []
 
 
 def test_tasks_give_single_examples_whatever_block_they_were_in(rte):

@@ -42,7 +42,7 @@ def evaluate(parsed: Parsed, options: T5xOptions, *, watch: bool, until: int | N
     results = output_path(plan.output_dir) / FOLDER
     fix = "Wait for it to end, or bind another EVAL_OUTPUT_DIR."
     with enter_in_first(lambda: lock_folder(results, "evaluation", fix=fix)):
-        plan = _with_own_output(plan)
+        plan = _separate_output(plan)
         evaluate_checkpoints(
             plan,
             watch=watch,
@@ -67,7 +67,7 @@ def infer(parsed: Parsed, options: T5xOptions) -> None:
     shard = output_path(plan.output_dir) / f".shard-{plan.shard_id:05}-of-{plan.num_shards:05}"
     fix = "Wait for it to end, or bind another INFER_OUTPUT_DIR."
     with enter_in_first(lambda: lock_folder(shard, "inference", fix=fix)):
-        plan = _with_own_output(plan)
+        plan = _separate_output(plan)
         batch_infer.infer(plan, lambda: describe_inference(plan, parsed.gin_text))
 
 
@@ -93,7 +93,7 @@ def _check_addresses(plan: InferenceRun) -> None:
     check_restored(plan.restore, plan.provenance, "restore")
 
 
-def _with_own_output(plan: Plan) -> Plan:
+def _separate_output(plan: Plan) -> Plan:
     """Keeps only the first process's results if there are several processes."""
     # A copy of the existing results, so that all processes skip the same finished work.
     folder = output_folder(plan.output_dir, resumed=True)

@@ -20,7 +20,7 @@ from t0repro.cli.rank_eval_options import (
     ResultOptions,
     TaskOptions,
 )
-from t0repro.cli.results import echo, for_people, print_json
+from t0repro.cli.results import echo, print_for_people, print_json
 from t0repro.cloud.trackers.table import check_trackers
 from t0repro.converters import sources
 from t0repro.errors import UserError, needs_reference_tier
@@ -93,7 +93,7 @@ def run(
     check_trackers(results.tracker)
     parallel = computation.model_parallelism
     if asked.dry_run:
-        with for_people(asked.as_json):
+        with print_for_people(asked.as_json):
             _check(asked, settings, steps, adapters, parallel)
         for label in adapters or ("",):
             folder, force = asked.out / label, results.force
@@ -112,7 +112,7 @@ def run(
         for label, checkpoints in _open_checkpoints(open_step, steps, adapters):
             name = label or head.label or checkpoint_name(path)
             write = functools.partial(write_results, prompts=prompts, options=options, label=name)
-            with for_people(asked.as_json):
+            with print_for_people(asked.as_json):
                 reports[label] = _evaluate(
                     checkpoints,
                     adapters.get(label, path),
@@ -126,7 +126,7 @@ def run(
     # It takes the folder's lock itself.
     if len(adapters) > 1 and is_first():
         folders = [f"{label}={out / label / f'{tasks.split}_eval'}" for label in adapters]
-        with for_people(asked.as_json):
+        with print_for_people(asked.as_json):
             compare(folders, out=out, module_import=modules_or_t0(tasks.module_import))
     if asked.as_json and is_first():
         print_json(reports if adapters else reports[""])

@@ -132,14 +132,14 @@ def read_template(file: str | os.PathLike[str] | None) -> dict[str, Any]:
             where="--machines",
             fix="Give the platform a `template` in the file of machines (--machines).",
         )
-    return _without_nulls(yaml_files.read(file, "The Job manifest"))
+    return _remove_nulls(yaml_files.read(file, "The Job manifest"))
 
 
-def _without_nulls(value: Any) -> Any:
+def _remove_nulls(value: Any) -> Any:
     """YAML without its empty keys, which Kubernetes treats as absent."""
     if isinstance(value, dict):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+        return {key: _remove_nulls(one) for key, one in value.items() if one is not None}
+    return [_remove_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def complete_template(

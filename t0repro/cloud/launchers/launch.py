@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from t0repro.cloud.launchers.machines import Machine
 from t0repro.errors import UserError
 from t0repro.jobs.job import Limits
-from t0repro.words import is_secret, without_passwords
+from t0repro.words import is_secret, remove_passwords
 
 PORT = 8476  # any free one, the same on all machines
 RESTARTS = 3
@@ -123,7 +123,7 @@ def require_options(options: Sequence[str], does_not: str, *names: str | tuple[s
 def refuse_secrets(launch: Launch, where: str) -> None:
     """Raises UserError for a secret that would stand `where` others can read it."""
     secrets, words = [*launch.secrets], shlex.join(launch.command)
-    if without_passwords(words) != words:
+    if remove_passwords(words) != words:
         secrets.append("a secret of the command")
     if secrets:
         raise UserError(

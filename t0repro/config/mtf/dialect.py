@@ -44,7 +44,7 @@ from t0repro.config.settings import check_divides, check_values
 from t0repro.errors import UserError
 from t0repro.tasks.modules import load_tasks
 from t0repro.tasks.vocabulary import BYTES, VocabularyFile
-from t0repro.words import without_passwords
+from t0repro.words import remove_passwords
 
 
 def load(
@@ -97,7 +97,7 @@ def load(
                 run = refusal
             # Calls made here must not appear in the operative_config.gin of a Mesh TensorFlow run.
             door.forget_calls()
-            text = without_passwords(gin.config_str())
+            text = remove_passwords(gin.config_str())
             return Configuration(run_inputs, run, text, warnings, only_on_jax)
 
 

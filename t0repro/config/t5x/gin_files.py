@@ -22,7 +22,7 @@ from t0repro.config.t5x.arguments import PROGRAMS
 from t0repro.config.t5x.calls import Call
 from t0repro.config.t5x.modules import WrongArgument, function_for
 from t0repro.errors import UserError, nearest_names, similar_names
-from t0repro.words import without_passwords
+from t0repro.words import remove_passwords
 
 _DATA = "utils.DatasetConfig"
 # Beginnings of the names of modules whose functions only record calls.
@@ -109,7 +109,7 @@ def parse(inputs: T5xInputs) -> Parsed:
             if module and module not in imports.users:
                 check_allowed(module, inputs.import_allowlist, data.places["module"])
                 imports.users.append(module)
-        text = without_passwords(gin.operative_config_str())
+        text = remove_passwords(gin.operative_config_str())
         of_users = {each: door.resolve_bindings(*each) for each in _find_user_bindings()}
     # Their own code calls them, when it is imported or makes a dataset.
     for (scope, selector), arguments in of_users.items():
