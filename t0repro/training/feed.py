@@ -13,6 +13,7 @@ from t0repro.progress import say
 from t0repro.training.start import Start
 from t0repro.training.t5_model import T5Model
 from t0repro.training.trainer import NumpyBatch
+from t0repro.words import counted
 
 _TOKENS = {"inputs", "targets", "decoder_inputs"}
 
@@ -75,7 +76,7 @@ class Feed:
         partitioning: Partitioning,
     ):
         self._batches, self._model = batches, model
-        self._vocab_size = model.module.config.vocab_size
+        self._rows, self._vocab_size = rows, model.module.config.vocab_size
         self._put, self._is_sharded = partitioning.put_batch, False
         self.is_source = isinstance(batches, BatchSource)
         self.save = batches.save if isinstance(batches, BatchSource) else None
@@ -101,10 +102,18 @@ class Feed:
         return (self._put(self._model.features(batch)) for batch in checked)
 
     def _check_batches(self, batches: Iterable[NumpyBatch]) -> Iterator[NumpyBatch]:
-        """The batches, each checked for token ids out of range."""
+        """The batches, each checked for its number of rows and token ids out of range."""
         vocab_size = self._vocab_size
         for batch in batches:
             for name in _TOKENS & batch.keys():
+                # Of a batch in shards, each process has a part.
+                if not self._is_sharded and len(batch[name]) != self._rows:
+                    raise UserError(
+                        f"A batch has {counted(len(batch[name]), 'row')}, but the run's batch_size"
+                        f" is {self._rows}.",
+                        where="batches",
+                        fix="Give both the same batch_size.",
+                    )
                 # A negative target is a token without loss.
                 if name != "targets" and (smallest := batch[name].min(initial=0)) < 0:
                     raise UserError(

@@ -96,6 +96,12 @@ def test_what_a_decoder_reads_is_checked_against_the_vocabulary(name, token, why
     assert refused.value.where == name
 
 
+def test_batches_of_another_size_than_the_runs_are_refused(tmp_path):
+    batches = [{name: array[:1] for name, array in batch.items()} for batch in tiny.batches(1)]
+    with pytest.raises(UserError, match="A batch has 1 row, but the run's batch_size is 4"):
+        train(tiny.run_config(tmp_path, 1), batches)
+
+
 def test_batches_without_targets_are_refused_by_name(tmp_path):
     batches = [{"inputs": batch["inputs"]} for batch in tiny.batches(1)]
     with pytest.raises(UserError, match="A batch has no targets; it has inputs"):
