@@ -70,7 +70,7 @@ class Schema:
                 convert = _numeral
             self._columns.append((column, convert, column in needed))
             names = [
-                (alias.name, self._renamed(feature, alias, class_names))
+                (alias.name, self._convert_renamed(feature, alias, class_names))
                 for alias in (aliases or {}).get(column, ())
             ]
             if "-" in column:  # promptsource writes underscores for hyphens

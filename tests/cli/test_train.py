@@ -138,7 +138,7 @@ def test_with_skip_missing_only_what_is_trained_on_stops_a_training(tmp_path, mo
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        (f"--gin.MIXTURE_OR_TASK_NAME='{TASK[:-1]}'", f"nearest: '{TASK}'"),
+        (f"--gin.MIXTURE_OR_TASK_NAME='{TASK[:-1]}'", f"Nearest: '{TASK}'"),
         ("--module_import=my_taks", "There is no module 'my_taks'."),
     ],
 )
