@@ -247,10 +247,10 @@ class RunComparison:
         return max(self.tasks, key=lambda task: task.max_difference_per_token)
 
     @property
-    def max_metric_difference(self) -> float:
-        """Largest absolute difference between metrics, in percentage points."""
+    def worst_metric(self) -> tuple[float, str, str]:
+        """Largest absolute difference between metrics, in percentage points; its task and name."""
         return max(
-            abs(task.metrics_a[name] - task.metrics_b[name])
+            (abs(task.metrics_a[name] - task.metrics_b[name]), task.task, name)
             for task in self.tasks
             for name in task.metrics_a.keys() & task.metrics_b.keys()
         )

@@ -225,13 +225,14 @@ def scores_in_words(compared: RunComparison) -> list[str]:
             " confidence, Holm's correction)."
         )
     where = f"on {counted(compared.flipped, 'example')}" if compared.flipped else "nowhere"
+    points, task, metric = compared.worst_metric
     lines += [
         f"Predictions differ: {where} ({counted(compared.pairs, 'pair')} of"
         f" {counted(len(compared.tasks), 'task')}).",
         f"Largest difference between scores: {compared.max_difference:.2e};"
         f" per target token {worst.max_difference_per_token:.2e}"
         f" ({worst.task}, example {worst.at[0]}, choice {worst.at[1]});"
-        f" between metrics: {compared.max_metric_difference:.2e} points.",
+        f" between metrics: {points:.2e} points ({task}, {metric}).",
     ]
     if compared.unpaired:
         lines.append(

@@ -81,7 +81,7 @@ def test_equal_evaluations_differ_nowhere(tmp_path):
     b = write_eval(tmp_path / "b", {RTE: two_examples(), CB: two_examples()})
     compared = compare(a, b)
     assert (compared.pairs, compared.flipped, compared.max_difference) == (8, 0, 0.0)
-    assert compared.max_metric_difference == 0
+    assert compared.worst_metric[0] == 0
     assert compared.within(0.0)
 
 
@@ -104,7 +104,7 @@ def test_flipped_predictions_are_listed_with_both_choices(tmp_path):
     (flip,) = compared.flips
     assert (flip.task, flip.example, flip.predicted_a, flip.predicted_b) == (RTE, 0, 0, 1)
     assert (flip.margin_a, flip.margin_b) == (0.25, 0.5)
-    assert compared.max_metric_difference == 50
+    assert compared.worst_metric == (50, RTE, "accuracy")
     assert not compared.within(1e9)
 
 
