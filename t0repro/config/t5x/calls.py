@@ -13,7 +13,7 @@ from t0repro.config.gin import door
 from t0repro.config.gin.door import short
 from t0repro.config.gin.folders import strip_folder
 from t0repro.config.run import UserClass
-from t0repro.config.settings import Argument, Found, read_fields
+from t0repro.config.settings import Argument, Found, check_field, read_fields
 from t0repro.config.t5x.arguments import (
     CHECKPOINTER,
     KIND_OF,
@@ -202,7 +202,12 @@ def _save(call: Call, places: dict[str, str], prefix: str) -> SaveConfig:
             why = "checkpoints are read and written in one way, which keeps T5X's tree."
             call.refuse("checkpointer_cls", why)
         if not call["keep_period"]:
-            given = {"keep_period": best["force_keep_period"] or None}
+            period, where = best["force_keep_period"] or None, best.places.get("force_keep_period")
+            shown = f"{best.shown}.force_keep_period"
+            check_field(SaveConfig, "keep_period", period, where, shown, also=(0,))
+            given = {"keep_period": period}
+            if where is not None:
+                places[f"{prefix}keep_period"] = where
     kept = build(best, places, f"{prefix}best.")
     return call.read(SaveConfig, places, prefix, best=kept, **given)
 

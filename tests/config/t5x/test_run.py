@@ -270,9 +270,7 @@ def test_an_argument_that_a_factor_reads_is_in_its_range(tmp_path, factors, bind
 
 
 def test_actions_and_the_best_checkpoints(tmp_path):
-    ours = from_file(
-        tmp_path,
-        """
+    text = """
 from t5x import checkpoints
 from t5x import trainer
 from t5x import utils
@@ -289,13 +287,17 @@ utils.SaveCheckpointConfig:
 checkpoints.SaveBestCheckpointer.metric_name_to_monitor = 'train/loss'
 checkpoints.SaveBestCheckpointer.metric_mode = 'min'
 checkpoints.SaveBestCheckpointer.force_keep_period = 500
-""",
-    )
+"""
+    ours = from_file(tmp_path, text)
     stopping = EarlyStoppingConfig("a_task", "loss", "min", 4, 0.0, 0.0)
     assert ours.plan.actions == {"TRAIN_EVAL": (stopping,)}
     assert ours.plan.save.best == BestCheckpoints("train/loss", "min", True)
     assert ours.plan.save.steps == (3, 7) and ours.plan.save.keep_period == 500
     assert TrainRun.from_json(ours.to_json()) == ours
+    assert "run.gin:" in ours.provenance["plan.save.keep_period"]
+    with pytest.raises(UserError, match="SaveBestCheckpointer.force_keep_period is -1") as refused:
+        from_file(tmp_path, text.replace("= 500", "= -1"))
+    assert "run.gin:" in str(refused.value.where)
 
 
 @pytest.mark.parametrize(
