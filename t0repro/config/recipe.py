@@ -12,6 +12,7 @@ from t0repro.config.model import DType, DTypePolicy, ModelConfig
 from t0repro.config.optimizer import AdafactorConfig, ScheduleConfig
 from t0repro.config.run import TrainRun, mesh_transformer_plan
 from t0repro.config.settings import check_settings
+from t0repro.errors import UserError
 
 # Rows of T5's embedding: 32,000 pieces and 100 sentinels, padded to a multiple of 128.
 VOCABULARY_ROWS = 32128
@@ -85,8 +86,16 @@ def training_config(
       **changes: Other fields of `TrainRun`, for instance num_microbatches.
 
     Raises:
-      UserError: If a number is outside its field's range.
+      UserError: If a number is outside its field's range, or lengths are of other features.
     """
+    lengths = sequence_length if isinstance(sequence_length, Mapping) else {}
+    if not {"targets"} <= lengths.keys() <= {"inputs", "targets"}:
+        raise UserError(
+            f"sequence_length is {sequence_length!r}; it must be the tokens per row of 'inputs' and"
+            " 'targets', or of 'targets' alone.",
+            where="sequence_length",
+            fix="Give {'inputs': 512, 'targets': 128}, for instance.",
+        )
     schedule = {"learning_rate": learning_rate}
     fields: dict[str, Any] = {
         "mode": "train",
@@ -95,7 +104,7 @@ def training_config(
         "dtypes": DTypePolicy("float32", "float32", activation),
         "optimizer": AdafactorConfig(),
         "schedule": ScheduleConfig("constant_learning_rate", schedule, train_steps),
-        "sequence_length": dict(sequence_length),
+        "sequence_length": dict(lengths),
         "batch_size": batch_size,
         "num_microbatches": 1,
         "train_steps": train_steps,

@@ -42,6 +42,12 @@ def test_a_number_outside_its_range_is_refused_by_name():
         training_config("d", DEMO, train_steps=1, batch_size=0, sequence_length=LENGTHS)
 
 
+@pytest.mark.parametrize("lengths", [128, {"inputs": 64, "target": 16}, {"inputs": 64}])
+def test_lengths_of_other_features_are_refused(lengths):
+    with pytest.raises(UserError, match="'inputs' and 'targets', or of 'targets' alone"):
+        training_config("d", DEMO, train_steps=1, batch_size=1, sequence_length=lengths)
+
+
 def test_position_buckets_that_hold_no_distance_are_refused():
     model = dataclasses.replace(DEMO, relative_attention_max_distance=16)
     with pytest.raises(UserError, match="at least 17, or fewer buckets"):
