@@ -347,19 +347,20 @@ def check_rows(vocabulary: Any, rows: int, where: str, fix: str) -> None:
 
 
 def check_equal(vocabulary: Any, own: VocabularyFile, where: str) -> None:
-    """Raises UserError unless the tasks' vocabulary is a checkpoint's own, piece by piece.
+    """Raises UserError unless a vocabulary is a checkpoint's own, piece by piece.
 
     Args:
-      vocabulary: The tasks': a `VocabularyFile`, or SeqIO's.
+      vocabulary: The tasks' or the caller's: a `VocabularyFile`, or SeqIO's.
       own: The checkpoint's. Sentinels at the end that only one of the two has do not count.
       where: The checkpoint's place.
     """
     if differing := difference(vocabulary, own):
         raise UserError(
-            f"The tasks' vocabulary, {shown(vocabulary)}, is not the checkpoint's, {shown(own)}:"
+            f"The vocabulary, {shown(vocabulary)}, is not the checkpoint's, {shown(own)}:"
             f" {differing}.",
             where=where,
-            fix=f"Give the tasks the checkpoint's: {VOCABULARY_VARIABLE}={own.address}.",
+            fix=f"Name the checkpoint's where the other was named: {VOCABULARY_VARIABLE}="
+            f"{own.address}, or that path as --vocab or vocabulary=.",
         )
 
 

@@ -34,6 +34,7 @@ from t0repro.reports.results import (
 from t0repro.reports.run import Run
 from t0repro.reports.statistics import Bootstrap
 from t0repro.reports.task_costs import task_costs
+from t0repro.words import counted, rename_for_reader
 
 _Path = str | os.PathLike[str]
 
@@ -240,6 +241,14 @@ def _step_notes(run: Run, tasks: Sequence[str] | None) -> Iterator[str]:
     found = find_tasks(run.eval_dir) if tasks is None else {}
     if lacking := [task for task, steps in found.items() if run.step not in steps]:
         yield f"Not evaluated at step {run.step}: {', '.join(lacking)}."
+    # rank-eval claims a step when it starts (see evaluation_folder), and reports when it ends.
+    out = run.eval_dir.parent
+    is_claimed = (out / "scores" / f"step_{run.step}.json").exists()
+    if tasks is None and is_claimed and not (out / "report.json").exists():
+        yield (
+            f"The evaluation has not ended: only {counted(len(found), 'task')} had scores. Started"
+            f" again with --out {rename_for_reader(str(out))}, rank-eval continues it."
+        )
 
 
 def _row_notes(results: Sequence[RankResult], prompts: Mapping[str, PromptInfo]) -> Iterator[str]:

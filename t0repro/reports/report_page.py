@@ -93,7 +93,7 @@ def brief_page(report: Report) -> Page:
         report.title,
         (ranked, decoded, *((history_section(report.history),) if report.history else ())),
         warning=_warning(report),
-        notes=tuple(_coverage_in_words(report)),
+        notes=(*report.notes, *_coverage_in_words(report)),
     )
 
 

@@ -12,6 +12,7 @@ from t0repro.reports.make_report import ReportOptions, make_report
 from t0repro.reports.prompts import dataset_label
 from t0repro.reports.report import SCHEMA_VERSION, load_report
 from t0repro.reports.report_files import write_report
+from t0repro.reports.report_page import brief_page, report_page
 from t0repro.reports.run import Run
 from t0repro.reports.statistics import Bootstrap
 
@@ -215,6 +216,21 @@ def test_another_schema_and_a_file_that_is_no_report_are_refused(suite, tmp_path
             load_report(path)
     with pytest.raises(UserError, match="no report here(.|\n)*rank-eval(.|\n)*started again"):
         load_report(tmp_path / "absent")
+
+
+def test_a_report_of_an_evaluation_that_has_not_ended_says_so_at_its_top(tmp_path):
+    """rank-eval claims a step when it starts, and writes report.json when it ends."""
+    folder = write_scores(tmp_path / "validation_eval", "a", [[-1.0, -2.0]] * 4, [0] * 4)
+    (tmp_path / "scores").mkdir()
+    (tmp_path / "scores" / "step_10.json").write_text("{}")
+    said = (
+        "The evaluation has not ended: only 1 task had scores. Started again with"
+        f" --out {tmp_path}, rank-eval continues it."
+    )
+    report = make_report(Run("jax", folder), {})
+    assert said in report_page(report).notes and said in brief_page(report).notes
+    (tmp_path / "report.json").write_text("{}")
+    assert make_report(Run("jax", folder), {}).notes == ()
 
 
 def test_markdown_has_every_dataset_prompt_and_comparison(suite, tmp_path):
