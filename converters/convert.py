@@ -331,36 +331,36 @@ def _check_request(to: Target, options: Options) -> None:
     if to in ("peft", "adapter") and changed:
         raise UserError(
             f"An adapter alone is written as it is, so {changed[0]} changes nothing.",
-            where=_shown(changed[0]),
+            where=_name_option(changed[0]),
             fix="Leave it out, or write the whole model, to jax, t5x, mtf or hf.",
         )
     if options.scan and to != "t5x":
         raise UserError(
             "Layers are stacked in T5X's checkpoints only.",
-            where=_shown("scan"),
+            where=_name_option("scan"),
             fix="Convert to t5x, or leave it out.",
         )
     if options.master_dtype and to != "mtf":
         raise UserError(
             "Only Mesh TensorFlow has masters.",
-            where=_shown("master_dtype"),
-            fix=f"Give {_shown('dtype')} for other formats.",
+            where=_name_option("master_dtype"),
+            fix=f"Give {_name_option('dtype')} for other formats.",
         )
     if options.master_dtype and options.dtype not in (None, options.master_dtype):
         raise UserError(
             f"One type is {options.dtype}, and that of masters {options.master_dtype}.",
-            where=f"{_shown('dtype')}, {_shown('master_dtype')}",
+            where=f"{_name_option('dtype')}, {_name_option('master_dtype')}",
             fix="Give one of them.",
         )
     if options.layout and to != "t5x":
         raise UserError(
             "Only T5X's checkpoints have layouts.",
-            where=_shown("layout"),
+            where=_name_option("layout"),
             fix="Convert to t5x, or leave it out.",
         )
 
 
-def _shown(option: str) -> str:
+def _name_option(option: str) -> str:
     """An option of the command and of the function."""
     return f"--{option} (in Python {option})"
 

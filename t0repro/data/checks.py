@@ -241,8 +241,7 @@ def check_features(
         else:
             from t0repro.tasks import seqio_tasks
 
-            options = {"use_cached": use_cached, "seed": seed}
-            seqio_tasks.check_features(task, split, lengths, **options)
+            seqio_tasks.check_features(task, split, lengths, use_cached=use_cached, seed=seed)
 
 
 def splits_of(task: Any) -> Sequence[str]:

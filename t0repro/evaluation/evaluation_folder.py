@@ -178,7 +178,7 @@ def claim_step(
     }
     if _finds_results_to_remove(out, claim, add_step, force):
         _remove_results(out)
-    write_atomically(out / "scores" / f"step_{checkpoint.step}.json", json.dumps(claim))
+    write_atomically(records.claim_path(out, checkpoint.step), json.dumps(claim))
 
 
 def check_settings(

@@ -28,6 +28,11 @@ RESULTS = "results"
 _CHECKSUM = "checksum"
 
 
+def claim_path(out: Path, step: int) -> Path:
+    """The file in rank-eval's folder that says what the results of a step belong to."""
+    return out / "scores" / f"step_{step}.json"
+
+
 def read_records(folder: str | os.PathLike[str], step: int) -> dict[str, dict[str, Any]]:
     """Reads the records of a step's tasks, by task; empty if there are none."""
     # Task names may end in digits, so check the file name's step against the record's.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from t0repro.evaluation.outputs import find_tasks, latest_step
 from t0repro.evaluation.rank import RankResult
-from t0repro.evaluation.records import read_records
+from t0repro.evaluation.records import claim_path, read_records
 from t0repro.reports.comparison import RunComparison, compare_runs
 from t0repro.reports.decoded_tasks import generation_results
 from t0repro.reports.history import History
@@ -138,7 +139,7 @@ def make_report(
         history=beside.history,
         notes=(
             *options.notes,
-            *_step_notes(run, options.tasks),
+            *_step_notes(Path(run.eval_dir), step, options.tasks),
             *_row_notes(results, prompts),
             *_overlap_notes(results, prompts, options.overlap, without),
         ),
@@ -236,15 +237,15 @@ def accuracies_without(
     return found
 
 
-def _step_notes(run: Run, tasks: Sequence[str] | None) -> Iterator[str]:
+def _step_notes(eval_dir: Path, step: int, tasks: Sequence[str] | None) -> Iterator[str]:
     """A sentence about the folder's tasks that the step lacks, if the report is of all tasks."""
-    found = find_tasks(run.eval_dir) if tasks is None else {}
-    if lacking := [task for task, steps in found.items() if run.step not in steps]:
-        yield f"Not evaluated at step {run.step}: {', '.join(lacking)}."
-    # rank-eval claims a step when it starts (see evaluation_folder), and reports when it ends.
-    out = run.eval_dir.parent
-    is_claimed = (out / "scores" / f"step_{run.step}.json").exists()
-    if tasks is None and is_claimed and not (out / "report.json").exists():
+    found = find_tasks(eval_dir) if tasks is None else {}
+    if lacking := [task for task, steps in found.items() if step not in steps]:
+        yield f"Not evaluated at step {step}: {', '.join(lacking)}."
+    # rank-eval claims a step when it starts, and reports when it ends.
+    out = eval_dir.parent
+    is_claimed = tasks is None and claim_path(out, step).exists()
+    if is_claimed and not (out / "report.json").exists():
         yield (
             f"The evaluation has not ended: only {counted(len(found), 'task')} had scores. Started"
             f" again with --out {rename_for_reader(str(out))}, rank-eval continues it."

@@ -18,7 +18,7 @@ from t0repro.evaluation.encoding import Pool, encode_ids
 from t0repro.evaluation.opened import Checkpoint, encoder_shape, open_cached, open_encoder
 from t0repro.evaluation.selection import check_fits
 from t0repro.progress import say
-from t0repro.runs.given_texts import check_text, listed
+from t0repro.runs.given_texts import check_text, list_texts
 from t0repro.tasks.vocabulary import VocabularyFile, check_rows, named_vocabulary
 from t0repro.words import counted
 
@@ -67,7 +67,7 @@ def encode(
     limits = Limits(length, too_long)
     check_choice(pool or "mean", Pool, "pool")
     check_choice(dtype or "float32", DType, "dtype")
-    given = listed(texts_or_ids, "texts", "encode")
+    given = list_texts(texts_or_ids, "texts", "encode")
     if batch_size is not None and batch_size < 1:
         raise UserError(
             f"batch_size is {batch_size}; it must be at least 1.",

@@ -9,7 +9,7 @@ from typing import Any
 from t0repro.errors import UserError
 
 
-def listed(texts: Any, name: str, where: str) -> list[Any]:
+def list_texts(texts: Any, name: str, where: str) -> list[Any]:
     """The elements of a list, an array, a column of a table or anything else that has an order.
 
     Raises:

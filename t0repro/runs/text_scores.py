@@ -25,7 +25,7 @@ from t0repro.evaluation.opened import (
     open_checkpoint,
 )
 from t0repro.evaluation.selection import check_fits
-from t0repro.runs.given_texts import check_text, listed
+from t0repro.runs.given_texts import check_text, list_texts
 from t0repro.tasks.vocabulary import VocabularyFile, named_vocabulary
 
 LENGTHS = {"inputs": 1024, "targets": 256}  # T0's
@@ -67,8 +67,8 @@ def score(
         on another base.
     """
     check_choice(activation, DType, "activation")
-    inputs = listed(inputs, "inputs", "score")
-    of_each = _list_choices(inputs, listed(choices, "choices", "score"))
+    inputs = list_texts(inputs, "inputs", "score")
+    of_each = _list_choices(inputs, list_texts(choices, "choices", "score"))
     _check_lengths(lengths)
     named = isinstance(vocabulary, VocabularyFile)
     file = vocabulary if named else named_vocabulary(vocabulary)
@@ -100,7 +100,7 @@ def _list_choices(
         [single] * len(inputs)
         if single
         else [
-            listed(each, f"choices of input {number}", "score")
+            list_texts(each, f"choices of input {number}", "score")
             for number, each in enumerate(choices)
         ]
     )
