@@ -19,7 +19,7 @@ from t0repro.reports.history import History
 from t0repro.reports.losses import LossComparison, compare_losses, loss_curve
 from t0repro.reports.models import correct_p_values as corrected_comparisons
 from t0repro.reports.prompts import PromptInfo, dataset_label, synthetic_datasets, tasks_by_dataset
-from t0repro.reports.provenance import Provenance, collect_provenance
+from t0repro.reports.provenance import Provenance, collect_provenance, recorded_facts
 from t0repro.reports.published import published_figures
 from t0repro.reports.ranking import rank_folder
 from t0repro.reports.report import Report
@@ -242,10 +242,12 @@ def _step_notes(eval_dir: Path, step: int, tasks: Sequence[str] | None) -> Itera
     found = find_tasks(eval_dir) if tasks is None else {}
     if lacking := [task for task, steps in found.items() if step not in steps]:
         yield f"Not evaluated at step {step}: {', '.join(lacking)}."
-    # rank-eval claims a step when it starts, and reports when it ends.
+    # rank-eval claims a step when it starts, writes the last step's facts when it ends, and then,
+    # unless Python called it, the report.
     out = eval_dir.parent
     is_claimed = tasks is None and claim_path(out, step).exists()
-    if is_claimed and not (out / "report.json").exists():
+    has_ended = (out / "report.json").exists() or recorded_facts(eval_dir, step)
+    if is_claimed and not has_ended:
         yield (
             f"The evaluation has not ended: only {counted(len(found), 'task')} had scores. Started"
             f" again with --out {rename_for_reader(str(out))}, rank-eval continues it."

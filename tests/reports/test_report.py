@@ -219,7 +219,7 @@ def test_another_schema_and_a_file_that_is_no_report_are_refused(suite, tmp_path
 
 
 def test_a_report_of_an_evaluation_that_has_not_ended_says_so_at_its_top(tmp_path):
-    """rank-eval claims a step when it starts, and writes report.json when it ends."""
+    """rank-eval claims a step when it starts, and writes its facts and report.json when it ends."""
     folder = write_scores(tmp_path / "validation_eval", "a", [[-1.0, -2.0]] * 4, [0] * 4)
     (tmp_path / "scores").mkdir()
     (tmp_path / "scores" / "step_10.json").write_text("{}")
@@ -229,8 +229,10 @@ def test_a_report_of_an_evaluation_that_has_not_ended_says_so_at_its_top(tmp_pat
     )
     report = make_report(Run("jax", folder), {})
     assert said in report_page(report).notes and said in brief_page(report).notes
-    (tmp_path / "report.json").write_text("{}")
-    assert make_report(Run("jax", folder), {}).notes == ()
+    for ended in (tmp_path / "report.json", folder / "provenance.json"):
+        ended.write_text('{"step": 10}')
+        assert make_report(Run("jax", folder), {}).notes == ()
+        ended.unlink()
 
 
 def test_markdown_has_every_dataset_prompt_and_comparison(suite, tmp_path):
