@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -17,11 +18,13 @@ from t0repro.reports.make_report import ExtraContent, ReportOptions, make_report
 from t0repro.reports.page_html import render_html
 from t0repro.reports.page_markdown import render_markdown
 from t0repro.reports.prompts import PromptInfo
+from t0repro.reports.provenance import Provenance
 from t0repro.reports.report import Report
 from t0repro.reports.report_page import report_page
 from t0repro.reports.run import Run
 from t0repro.reports.score_tables import writable_tables, write_tables
 from t0repro.runs.verified_cells import Finding
+from t0repro.storage import absolute
 from t0repro.words import counted
 
 _FIGURE = 1e-6  # percentage points; sums on other processors differ by less
@@ -75,12 +78,26 @@ def compare_figures(
     )
     differences = [
         f"{place} is {recorded}, and the evaluation's is {found}"
-        for place, recorded, found in _leaves(report.provenance, again.provenance, "provenance")
+        for place, recorded, found in _leaves(
+            _with_whole_path(report.provenance), _with_whole_path(again.provenance), "provenance"
+        )
         if not place.startswith(TAKEN_AS_THEY_ARE) and not _equal(recorded, found)
     ]
     yield Finding("provenance", not differences, "; ".join(differences[:5]))
     lost = [note for note in again.notes if note not in report.notes]
     yield Finding("notes about the examples", not lost, " ".join(lost))
+
+
+def _with_whole_path(provenance: Provenance) -> Provenance:
+    """The provenance with its checkpoint's path from the root, however it was spelled."""
+    given = provenance.checkpoint
+    if given is None:
+        return provenance
+    whole = absolute(given)
+    config = (provenance.operative_config or "").replace(
+        f"rank_eval.checkpoint = {given!r}\n", f"rank_eval.checkpoint = {whole!r}\n"
+    )
+    return dataclasses.replace(provenance, checkpoint=whole, operative_config=config)
 
 
 def options_of(report: Report) -> ReportOptions:
@@ -124,6 +141,11 @@ def _leaves(recorded: Any, found: Any, place: str) -> Iterator[tuple[str, Any, A
             yield f"the number of {place}", len(recorded), len(found)
         for at, pair in enumerate(zip(recorded, found, strict=False)):
             yield from _leaves(*pair, f"{place}[{at}]")
+    elif isinstance(recorded, str) and isinstance(found, str) and "\n" in recorded + found:
+        # A configuration: only the lines that differ are of interest.
+        lines = itertools.zip_longest(recorded.splitlines(), found.splitlines())
+        for number, pair in enumerate(lines, 1):
+            yield f"{place}, line {number}", *pair
     else:
         yield place, recorded, found
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import os
 import shutil
 import warnings
 
@@ -118,6 +119,25 @@ def test_a_changed_page_is_noticed(copied, prompts):
     page = copied / "report.html"
     page.write_text(page.read_text().replace("Demo", "Demo!", 1))
     assert [each.what for each in differing(copied, prompts, sample=1)] == ["report.html"]
+
+
+def test_another_spelling_of_the_checkpoints_path_is_no_difference(copied, prompts):
+    report = load_report(copied)
+    whole, other = report.provenance.checkpoint, os.path.relpath(report.provenance.checkpoint)
+
+    def respelled(config):
+        changed = dataclasses.replace(
+            report.provenance, checkpoint=other, operative_config=config.replace(whole, other)
+        )
+        write_report(dataclasses.replace(report, provenance=changed), copied)
+        return differing(copied, prompts, sample=1)
+
+    config = report.provenance.operative_config
+    assert whole in config and not respelled(config)
+    # Another setting is one, and only its line is shown.
+    (only,) = respelled(config.replace("rank_eval.limit = ", "rank_eval.limit = 1"))
+    assert only.what == "provenance" and only.details.count("rank_eval.") == 2
+    assert "operative_config, line" in only.details and "limit = 1" in only.details
 
 
 def test_a_changed_template_is_noticed(reported, prompts):
