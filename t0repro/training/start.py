@@ -14,6 +14,8 @@ import jax
 from jax.sharding import NamedSharding
 
 from t0repro import storage
+from t0repro.adapters import LORA_B
+from t0repro.config.optimizer import AdafactorConfig
 from t0repro.config.run import TrainingPlan, TrainRun
 from t0repro.converters import sources
 from t0repro.converters.adapter_files import (
@@ -208,7 +210,20 @@ def _start_adapter(
         # Small, so it is made at once rather than while the step is compiled.
         start = Start(fresh(), 0)
         say("start: a new adapter")
+        if adapter.kind == "lora":
+            _warn_of_parameter_scale(config.optimizer)
         if isinstance(shapes.step.sharding, NamedSharding):
             places = jax.tree.map(lambda leaf: leaf.sharding, shapes.replace(frozen=None))
             start = dataclasses.replace(start, state=jax.tree.map(put, start.state, places))
     return dataclasses.replace(start, state=start.state.replace(frozen=base), note=note.write)
+
+
+def _warn_of_parameter_scale(optimizer: object) -> None:
+    """Says that LoRA's `lora_b` hardly moves if its updates are in proportion to its size."""
+    scaled = isinstance(optimizer, AdafactorConfig) and optimizer.multiply_by_parameter_scale
+    if scaled and not any(path.endswith(LORA_B) for path in optimizer.exclude_from_parameter_scale):
+        say(
+            f"note: {LORA_B} starts at zero, and Adafactor's updates are in proportion to a"
+            " parameter's size, so that it moves about 1,000 times too slowly. Bind"
+            " AdafactorOptimizer.multiply_by_parameter_scale = False (T5X: adafactor.Adafactor)."
+        )

@@ -176,6 +176,19 @@ def test_a_run_trains_and_saves_the_adapter_alone_and_goes_on_bit_for_bit(base, 
     assert note.digest == open_checkpoint(str(base), None, "float32").digest
 
 
+def test_lora_whose_updates_are_scaled_by_its_zeros_is_warned_of(base, tmp_path, capsys):
+    def started(adapter, **optimizer):
+        config = config_of(tmp_path / str(len(list(tmp_path.iterdir()))), base, adapter, 1)
+        changed = dataclasses.replace(config.optimizer, **optimizer)
+        run(dataclasses.replace(config, optimizer=changed))
+        return capsys.readouterr().err
+
+    said = "multiply_by_parameter_scale = False"
+    assert said in started(LORA)
+    assert said not in started(LORA, multiply_by_parameter_scale=False)
+    assert said not in started(ADAPTERS["ia3"])
+
+
 def test_gradients_of_an_adapter_are_finite_differences_of_the_loss():
     from t0repro.training.t5_model import T5Model
     from t0repro.training.train_state import TrainState
