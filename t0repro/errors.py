@@ -29,6 +29,8 @@ class UserError(Exception):
             # Whatever is wrong with such a file, this is why.
             what = "The file is a Git LFS pointer; the content that it stands for is missing."
             where, fix = pointer, "Install git-lfs and run `git lfs pull` in the file's repository."
+        if near := _nearest_path(where or ""):
+            fix = f"{fix or ''} Nearest: {near}.".lstrip()
         # Now, since the names that a command's reader knows are forgotten with its context.
         self.what = rename_for_reader(what)
         self.where = where and rename_for_reader(where)
@@ -55,6 +57,26 @@ def _lfs_pointer(where: str) -> str | None:
                 with open(path, "rb") as file:
                     if file.read(40) == b"version https://git-lfs.github.com/spec/":
                         return path
+    return None
+
+
+def _nearest_path(where: str) -> str | None:
+    """The path most like that of an error's `where`, which names a place that does not exist."""
+    # An option may stand before the path.
+    path = re.split("[ =]", where)[-1]
+    if "://" in path or os.sep not in path:
+        return None
+    with contextlib.suppress(OSError, ValueError):
+        missing = path.rstrip(os.sep)
+        while missing and not os.path.lexists(missing):
+            parent, name = os.path.split(missing)
+            if os.path.isdir(parent):
+                near = difflib.get_close_matches(name, os.listdir(parent), n=1, cutoff=0.75)
+                if not near:
+                    return None
+                whole = os.path.join(parent, near[0]) + path[len(missing) :]
+                return whole if os.path.exists(whole) else os.path.join(parent, near[0])
+            missing = parent
     return None
 
 

@@ -98,6 +98,8 @@ def find_evaluation(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
         fix += f" rank-eval --checkpoint {path}."
     else:
         what, fix = "There is no evaluation here.", _FIX
+        if any(path.parent.glob("*_targets")):
+            fix = f"Name the folder above: {path.parent}."
         if path.name.startswith(("checkpoint_", "model.ckpt-")):
             fix += " Checkpoints' tensors are compared by `t0repro checkpoint diff A B`."
     raise UserError(what, where=str(path), fix=fix)

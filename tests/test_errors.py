@@ -1,0 +1,33 @@
+"""What an error adds to what its raiser says."""
+
+from __future__ import annotations
+
+import pytest
+
+from t0repro.errors import UserError
+from t0repro.reports.report import load_report
+from t0repro.reports.run import find_evaluation
+
+
+def test_a_path_that_does_not_exist_is_answered_with_the_nearest_one(tmp_path):
+    (tmp_path / "demo" / "model").mkdir(parents=True)
+    (tmp_path / "demo" / "report.json").touch()
+    for wrong, near in (
+        ("demo/modle", "demo/model"),
+        ("--model_dir={}/dmeo/model", "demo/model"),
+        ("--rows {}/dmeo/other.csv", "demo"),
+        ("demo/report.jsn", "demo/report.json"),
+    ):
+        where = wrong.format(tmp_path) if "{}" in wrong else str(tmp_path / wrong)
+        assert UserError("?", where=where, fix="Look.").fix == f"Look. Nearest: {tmp_path / near}."
+    for where in ("demo", "gs://b/dmeo", f"{tmp_path}/demo/model", f"{tmp_path}/x/y", "a/b\0"):
+        assert UserError("?", where=where, fix="Look.").fix == "Look."
+    with pytest.raises(UserError, match="Nearest: .*demo/report.json"):
+        load_report(tmp_path / "demo" / "report.jso")
+
+
+def test_a_folder_one_level_too_deep_is_answered_with_the_one_above(tmp_path):
+    (tmp_path / "validation_eval" / "results").mkdir(parents=True)
+    (tmp_path / "validation_eval" / "a_targets").touch()
+    with pytest.raises(UserError, match="Name the folder above: .*/validation_eval"):
+        find_evaluation(tmp_path / "validation_eval" / "results")
