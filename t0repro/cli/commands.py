@@ -55,7 +55,8 @@ class _Parsing:
             error: Any = raised
             options, message = _visible_options(self), str(getattr(error, "message", ""))
             if message.startswith("Got unexpected extra") and options:
-                error.message += f".{_quote_whole(given) or _name_takers(options)}"
+                said = _quote_whole(given) or _repeat_option(given, options)
+                error.message += f".{said or _name_takers(options)}"
             elif hasattr(error, "option_name") and hasattr(error, "possibilities"):
                 named = [word for word in given if word in getattr(self, "commands", ())]
                 after = f"{ctx.command_path} {''.join(named[:1])} {error.option_name}"
@@ -197,6 +198,15 @@ def _quote_whole(words: list[str]) -> str:
                     " The shell split a value at its spaces. Quote the whole:"
                     """ --gin.NAME="{'inputs': 64, 'targets': 16}", --gin_param="NAME = VALUE"."""
                 )
+    return ""
+
+
+def _repeat_option(words: list[str], options: list[Any]) -> str:
+    """A sentence about an option that was given several values at once, or ""."""
+    repeated = {name for each in options if each.multiple for name in each.opts}
+    for name, value, other in zip(words, words[1:], words[2:], strict=False):
+        if name in repeated and value[:1] != "-" and other[:1] != "-":
+            return f" {name} takes one value, and may be repeated: {name} {value} {name} {other}."
     return ""
 
 

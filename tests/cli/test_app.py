@@ -145,6 +145,12 @@ def test_an_override_that_the_shell_split_is_answered_with_its_quotation_marks(
     assert code == 2 and "split a value at its spaces. Quote the whole: --gin.NAME=" in err
 
 
+def test_several_values_of_an_option_at_once_are_answered_with_its_repetition(monkeypatch, capsys):
+    words = "rank-eval --checkpoint m --mixture x --out o --step 10 20".split()
+    code, _, err = run(monkeypatch, capsys, *words)
+    assert code == 2 and "may be repeated: --step 10 --step 20." in " ".join(err.split())
+
+
 def test_what_t5x_starts_and_this_does_not_is_refused_by_name(monkeypatch, capsys):
     for command in ("run", "explain"):
         code, _, err = run(monkeypatch, capsys, command, "--run_mode=export")
