@@ -7,17 +7,15 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from t0repro.errors import INSTALL_REFERENCE, OF_REFERENCE, UserError, place_in_module
 from t0repro.tasks.registration import describing
 from t0repro.tasks.registry import (
     prompted_mixtures,
-    prompted_tasks,
     task_descriptions,
 )
-from t0repro.tasks.task import PromptedTask
 from t0repro.tasks.template_files import read_template_file
 from t0repro.tasks.template_registration import register_templates
 from t0repro.tasks.user_files import template_files
@@ -96,7 +94,7 @@ _registered_files: set[str] = set()
 
 def load_tasks(
     modules: Sequence[str], templates: Sequence[str | Path] | None = (), *, into_seqio: bool
-) -> Mapping[str, PromptedTask]:
+) -> None:
     """Imports modules that register tasks, and registers the tasks of template files.
 
     The files that T0REPRO_TEMPLATES names are registered too.
@@ -106,9 +104,6 @@ def load_tasks(
       templates: Files in promptsource's YAML format; None registers no file but what modules do.
       into_seqio: Whether to add the tasks to SeqIO. If not, they are only described, which takes
         under a second unless a module needs SeqIO.
-
-    Returns:
-      Every prompted task registered so far.
 
     Raises:
       UserError: If a module cannot be found, or a file is broken.
@@ -137,7 +132,6 @@ def load_tasks(
         for path in templates:
             register_templates(path)
     _registered_files.update(named)
-    return prompted_tasks()
 
 
 def hand_to_seqio() -> None:

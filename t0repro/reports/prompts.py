@@ -12,7 +12,7 @@ from pathlib import Path
 from t0repro.evaluation.outputs import find_tasks
 from t0repro.progress import say
 from t0repro.tasks.catalog import SYNTHETIC
-from t0repro.tasks.registry import registered_tasks, tasks_of_mixture
+from t0repro.tasks.registry import prompted_tasks, registered_tasks, tasks_of_mixture
 from t0repro.tasks.task import PromptedTask
 from t0repro.tasks.user_files import template_files
 from t0repro.words import counted
@@ -132,7 +132,8 @@ def load_prompts(modules: Sequence[str], *, into_seqio: bool = False) -> Mapping
         return {}
     from t0repro.tasks.modules import load_tasks
 
-    return load_tasks(modules, into_seqio=into_seqio)
+    load_tasks(modules, into_seqio=into_seqio)
+    return prompted_tasks()
 
 
 def training_tasks(mixtures: Sequence[str]) -> set[str]:

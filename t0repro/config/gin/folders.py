@@ -77,17 +77,25 @@ def open_file(name: str, folders: Sequence[str]) -> tuple[str, str] | None:
     paths = [name] if os.path.isabs(name) else [os.path.join(at, name) for at in folders]
     for path in itertools.filterfalse(os.path.isdir, paths):
         for reader, exists in door.file_readers():
-            # The reader for installed packages logs an error if it finds nothing.
-            logging.disable(logging.ERROR)
+            # The reader for installed packages tells the root logger if it finds nothing. Not by
+            # logging.disable, which goes through all loggers, a thousand with Google's clients.
+            root = logging.getLogger()
+            root.addFilter(_drop)
             try:
                 is_there = exists(path)
             finally:
-                logging.disable(logging.NOTSET)
+                root.removeFilter(_drop)
             if is_there:
                 with reader(path) as file:
                     text = file.read()
                 return path, text if isinstance(text, str) else text.decode()
     return None
+
+
+def _drop(record: logging.LogRecord) -> bool:
+    """A logger's filter that lets nothing pass."""
+    del record
+    return False
 
 
 def no_gin_file(name: str, folders: Sequence[str], where: str) -> UserError:
