@@ -120,8 +120,10 @@ def _print(summary: Summary, folder: Path) -> None:
             f"{counted(len(summary.skipped), 'task lacks', 'tasks lack')} what training or ranking"
             " reads: give --skip_missing there too; scripts/train.sh and rank_eval.sh do."
         )
-    # Guard against a duration near zero, when there was nothing to do.
-    rate = summary.examples / max(summary.seconds, 1e-9)
+    if not summary.cached:
+        echo(f"Nothing to cache: {folder} has the {counted(summary.selected, 'task')} already.")
+        return
+    rate = summary.examples / summary.seconds
     echo(
         f"Cached {len(summary.cached)} of {counted(summary.selected, 'task')} in {folder}:"
         f" {counted(summary.examples, 'example')} in {summary.seconds:.1f} s"

@@ -169,7 +169,10 @@ def make(
     report = make_report(Run(label, eval_dir, step), prompts, options, _extra_content(label, shown))
     # Two commands that write into one folder would mix their files.
     with lock_folder(out, "writing a report"):
+        replaces = (out / "report.json").exists()
         paths = write_report(report, out)
+    if replaces:
+        echo(f"note: this replaced the report that was in {out}", err=True)
     if as_json:
         print_json(report)
     else:

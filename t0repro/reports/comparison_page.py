@@ -51,7 +51,8 @@ _METHOD = (
     "The difference is that between the means over prompts, in percentage points. Its interval is"
     " Gaffke's over examples, paired by row: the low end counts one further example that only the"
     " first run gets right, the high end one that only the second does. So runs that agree on few"
-    " examples may still differ. McNemar's test takes an example with all of its prompts as one"
+    " examples may still differ, and an interval may contain 0 although McNemar's test tells the"
+    " runs apart. McNemar's test takes an example with all of its prompts as one"
     " cluster. Corrected p-values are Holm's over all datasets and all pairs of models. Two models"
     " differ significantly if their corrected p-value is at most one minus the intervals'"
     " confidence, 0.05 for 95%. Models listed together may still differ by less than these examples"
@@ -222,7 +223,7 @@ def scores_in_words(compared: RunComparison) -> list[str]:
         found = f"cannot be told apart on {names}" if alike else "are told apart on every dataset"
         lines.append(
             f"{compared.label_a} and {compared.label_b} {found} ({compared.bootstrap.percent}"
-            " confidence, Holm's correction)."
+            " confidence, McNemar's test, Holm's correction)."
         )
     where = f"on {counted(compared.flipped, 'example')}" if compared.flipped else "nowhere"
     points, task, metric = compared.worst_metric
