@@ -29,7 +29,7 @@ class UserError(Exception):
             # Whatever is wrong with such a file, this is why.
             what = "The file is a Git LFS pointer; the content that it stands for is missing."
             where, fix = pointer, "Install git-lfs and run `git lfs pull` in the file's repository."
-        if near := _nearest_path(where or ""):
+        if (near := _nearest_path(where or "")) and near not in what + (fix or ""):
             fix = f"{fix or ''} Nearest: {near}.".lstrip()
         # Now, since the names that a command's reader knows are forgotten with its context.
         self.what = rename_for_reader(what)
