@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -364,7 +365,11 @@ def _check_cached(name: str, split: str, tasks: Sequence[Any]) -> None:
     else:
         command = f"seqio_cache_tasks --tasks='{','.join(missing)}' --output_cache_dir={target}"
     skipped = {task for folder in searched for task in read_skipped(folder)}
-    if skipped.issuperset(missing):
+    above = (os.path.dirname(folder.rstrip("/")) for folder in searched)
+    holder = next((x for x in above if storage.is_directory(storage.join(x, missing[0]))), None)
+    if holder is not None:
+        fix = f"Name the folder above: {holder}."
+    elif skipped.issuperset(missing):
         fix = (
             "The cache was made with --skip_missing: give it here too, which leaves a mixture's"
             " tasks out whose split to train on is missing; or choose another split."

@@ -8,7 +8,7 @@ import pytest
 import seqio
 
 from t0repro.errors import UserError
-from t0repro.tasks.registry import tasks_of_mixture
+from t0repro.tasks.registry import add_cache_dirs, tasks_of_mixture
 
 from ..tasks.prompt_caches import make
 from .rank_evaluations import MIXTURE, SETTINGS, evaluate
@@ -47,6 +47,12 @@ def test_tasks_that_are_not_cached_are_named(model_dir, prompts, tmp_path):
     ) as error:
         evaluate(model_dir, tmp_path / "out", dataclasses.replace(SETTINGS, use_cached=True))
     assert "or, for rank-eval, no --cache_dir" in error.value.fix
+    name = next(iter(tasks_of_mixture(MIXTURE)))
+    (tmp_path / "cache" / name / "deeper").mkdir(parents=True)
+    add_cache_dirs([tmp_path / "cache" / name], "--cache_dir")
+    with pytest.raises(UserError) as error:
+        evaluate(model_dir, tmp_path / "out", dataclasses.replace(SETTINGS, use_cached=True))
+    assert error.value.fix == f"Name the folder above: {tmp_path / 'cache'}."
 
 
 def test_a_nan_score_stops_the_run_naming_task_example_and_step(prompts, tmp_path):
