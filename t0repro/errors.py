@@ -62,16 +62,17 @@ def _lfs_pointer(where: str) -> str | None:
 
 def _nearest_path(where: str) -> str | None:
     """The path most like that of an error's `where`, which names a place that does not exist."""
-    # An option may stand before the path.
+    # An option may stand before the path, and a key or an argument in its place.
     path = re.split("[ =]", where)[-1]
-    if "://" in path or os.sep not in path:
+    if "://" in path or not (os.sep in path or re.search(r"[.][a-z0-9]{1,7}$", path)):
         return None
     with contextlib.suppress(OSError, ValueError):
         missing = path.rstrip(os.sep)
         while missing and not os.path.lexists(missing):
             parent, name = os.path.split(missing)
-            if os.path.isdir(parent):
-                near = difflib.get_close_matches(name, os.listdir(parent), n=1, cutoff=0.75)
+            if os.path.isdir(parent or os.curdir):
+                beside = os.listdir(parent or os.curdir)
+                near = difflib.get_close_matches(name, beside, n=1, cutoff=0.75)
                 if not near:
                     return None
                 whole = os.path.join(parent, near[0]) + path[len(missing) :]

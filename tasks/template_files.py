@@ -190,12 +190,10 @@ def _load(path: Path) -> _Mapping:
             " target.",
         )
     if not path.exists():
-        beside = [each.name for each in path.parent.glob("*.y*ml")]
         raise UserError(
             "There is no such file of templates.",
             where=str(path),
-            fix=(f"Nearest: {nearest_names(path.name, sorted(beside))}. " if beside else "")
-            + "The path, of --templates or T0REPRO_TEMPLATES, counts from the working folder,"
+            fix="The path, of --templates or T0REPRO_TEMPLATES, counts from the working folder,"
             f" {os.getcwd()}.",
         )
     try:

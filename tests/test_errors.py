@@ -9,7 +9,7 @@ from t0repro.reports.report import load_report
 from t0repro.reports.run import find_evaluation
 
 
-def test_a_path_that_does_not_exist_is_answered_with_the_nearest_one(tmp_path):
+def test_a_path_that_does_not_exist_is_answered_with_the_nearest_one(tmp_path, monkeypatch):
     (tmp_path / "demo" / "model").mkdir(parents=True)
     (tmp_path / "demo" / "report.json").touch()
     for wrong, near in (
@@ -20,6 +20,8 @@ def test_a_path_that_does_not_exist_is_answered_with_the_nearest_one(tmp_path):
     ):
         where = wrong.format(tmp_path) if "{}" in wrong else str(tmp_path / wrong)
         assert UserError("?", where=where, fix="Look.").fix == f"Look. Nearest: {tmp_path / near}."
+    monkeypatch.chdir(tmp_path / "demo")
+    assert UserError("?", where="--templates report.jsn").fix == "Nearest: report.json."
     for where in ("demo", "gs://b/dmeo", f"{tmp_path}/demo/model", f"{tmp_path}/x/y", "a/b\0"):
         assert UserError("?", where=where, fix="Look.").fix == "Look."
     with pytest.raises(UserError, match="Nearest: .*demo/report.json"):

@@ -50,13 +50,11 @@ def dataset_of_file(path: Path) -> Dataset:
     """
     suffix = rows_suffix(path)
     if suffix is None or not path.is_file():
-        beside = sorted(each.name for each in path.parent.glob("*") if rows_suffix(each))
         what = "is no file" if suffix is not None else "has no ending of a file of rows"
         raise UserError(
             f"{path.name} {what}.",
             where=f"--rows {path}",
-            fix=f"Name one: {', '.join(SUFFIXES)}."
-            + (f" Nearest: {nearest_names(path.name, beside)}." if beside else ""),
+            fix=f"Name one: {', '.join(SUFFIXES)}.",
         )
     if next(read_rows(path, 0, 1), None) is None:
         raise UserError(

@@ -251,7 +251,7 @@ def test_files_of_rows_that_are_none_are_refused(tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(UserError) as misspelt:
         make_bench((), [tmp_path / "emtpy.jsonl"])
-    assert "Nearest: 'empty.jsonl'" in misspelt.value.fix
+    assert f"Nearest: {tmp_path / 'empty.jsonl'}" in misspelt.value.fix
     for name in ("a.txt", "none.csv", "empty.jsonl"):
         with pytest.raises(UserError) as error:
             make_bench((), [tmp_path / name])

@@ -316,7 +316,7 @@ def test_a_data_folder_named_too_deep_is_answered_with_the_right_one(
 
 def test_a_misspelt_file_of_templates_is_answered_with_the_nearest(data, tmp_path):
     write(tmp_path, HEAD + GOOD)
-    with pytest.raises(UserError, match=r"no such file of templates(.|\n)*Nearest: 'my\.yaml'"):
+    with pytest.raises(UserError, match=r"no such file of templates(.|\n)*Nearest: .*/my\.yaml"):
         register_templates(tmp_path / "my.yml")
 
 
