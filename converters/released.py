@@ -143,9 +143,12 @@ def _parse_row(row: dict[str, Any]) -> Released:
 
 
 def names_like(name: str) -> list[str]:
-    """Released checkpoints that differ from a name in their owner or in capitals only."""
-    last = name.rpartition("/")[2].casefold()
-    return [each for each in catalog() if each.rpartition("/")[2].casefold() == last]
+    """Released checkpoints that differ from a name in their owner, capitals or dashes only."""
+
+    def plain(name: str) -> str:
+        return name.rpartition("/")[2].casefold().replace("-", "_")
+
+    return [each for each in catalog() if plain(each) == plain(name)]
 
 
 def find(name: str) -> Released:

@@ -114,6 +114,8 @@ def similar_names(name: str, known: Iterable[str], count: int = 5) -> list[str]:
     """Up to `count` known names similar to a mistyped one, the nearest first; [] if none is."""
     names = _order_names(known)
     close = difflib.get_close_matches(name, names, n=count, cutoff=0.5)
+    # What begins with the name, such as a task's twin, is meant more often than what is as long.
+    close.sort(key=lambda each: not each.startswith(name))
     # A dataset's name is far from its tasks' names, which contain it.
     return close or [each for each in names if len(name) > 2 and name in each][:count]
 

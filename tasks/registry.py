@@ -289,7 +289,7 @@ def _check_is_one(name: str, option: str) -> None:
         raise UserError(
             f"{name!r} is several names, and one mixture or task is taken at a time.",
             where=option,
-            fix="Give one at a time; an option that is repeatable is given again for each.",
+            fix='Give one at a time, or a mixture of them: docs/tasks.md, "Mixtures".',
         )
 
 
@@ -322,14 +322,15 @@ def select_tasks(mixture: str | None = None, dataset: str | None = None) -> list
     if mixture is not None:
         names = set(tasks_of_mixture(mixture)) & set(known)
     if dataset is not None:
+        labels = sorted({each for name in names for each in _labels(known[name])})
         names = [name for name in names if dataset in _labels(known[name])]
         if not names:
-            everywhere = sorted({name for task in known.values() for name in _labels(task)})
             inside = f" in {mixture}" if mixture else ""
+            subsets = [each for each in labels if each.endswith(f"/{dataset}")]
             raise UserError(
                 f"There is no task of dataset {dataset!r}{inside}.",
                 where="--dataset",
-                fix=how_to_register(dataset, nearest_names(dataset, everywhere)),
+                fix=how_to_register(dataset, nearest_names(dataset, subsets or labels)),
             )
     return sorted(names)
 

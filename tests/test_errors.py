@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from t0repro.errors import UserError
+from t0repro.errors import UserError, similar_names
 from t0repro.reports.report import load_report
 from t0repro.reports.run import find_evaluation
 
@@ -26,6 +26,11 @@ def test_a_path_that_does_not_exist_is_answered_with_the_nearest_one(tmp_path, m
         assert UserError("?", where=where, fix="Look.").fix == "Look."
     with pytest.raises(UserError, match="Nearest: .*demo/report.json"):
         load_report(tmp_path / "demo" / "report.jso")
+
+
+def test_what_begins_with_a_name_is_the_nearest():
+    known = ["demo_train", "demo_eval_score_eval", "other"]
+    assert similar_names("demo_eval", known) == ["demo_eval_score_eval", "demo_train"]
 
 
 def test_a_folder_one_level_too_deep_is_answered_with_the_one_above(tmp_path):

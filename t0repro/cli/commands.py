@@ -17,7 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from t0repro.cli.paths import read_addresses
 from t0repro.cli.spelling import canonical
-from t0repro.words import some
+from t0repro.words import remove_passwords, some
 
 HELP = ["-h", "--help"]
 _HELP_ALL = "t0repro.help_all"  # in a context's `meta`: whether --help-all was given
@@ -49,6 +49,7 @@ class _Parsing:
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Reads the command line; names the options that may be meant by what it cannot take."""
         given = list(args)  # the parser empties the list
+        _note_repeated(given, _visible_options(self))
         try:
             return super().parse_args(ctx, args)  # pyright: ignore[reportAttributeAccessIssue]
         except Exception as raised:  # typer's own copy of Click has no public name
@@ -199,6 +200,27 @@ def _quote_whole(words: list[str]) -> str:
                     """ --gin.NAME="{'inputs': 64, 'targets': 16}", --gin_param="NAME = VALUE"."""
                 )
     return ""
+
+
+def _note_repeated(words: list[str], options: list[Any]) -> None:
+    """Says of an option that takes one value, and was given several, which one counts."""
+    single = {
+        name: next(each for each in option.opts if each[:2] == "--")
+        for option in options
+        if not (option.multiple or option.is_flag or option.count)
+        for name in option.opts
+    }
+    values: dict[str, list[str]] = {}
+    for word, following in itertools.pairwise([*words, ""]):
+        if word == "--":
+            break
+        name, equals, value = word.partition("=")
+        if name in single:
+            values.setdefault(single[name], []).append(value if equals else following)
+    for name, given in values.items():
+        if len(set(given)) > 1:
+            of_all = remove_passwords(", ".join(given))
+            typer.echo(f"note: {name} takes one value: of {of_all}, the last", err=True)
 
 
 def _repeat_option(words: list[str], options: list[Any]) -> str:

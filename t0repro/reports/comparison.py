@@ -74,11 +74,13 @@ def read_run_facts(run: Run) -> RunFacts:
     step, folder = step_of(run), Path(run.eval_dir)
     times = [path.stat().st_mtime for path in folder.glob(f"*_{step}_predictions")]
     written = datetime.datetime.fromtimestamp(max(times), datetime.UTC)
+    # provenance.json has the path of the checkpoint that was evaluated last alone.
+    digest = _checkpoint_hash(run.eval_dir, step, read_records(run.eval_dir, step))
     return RunFacts(
         run.label,
         step,
         rename_for_reader(str(run.eval_dir)),
-        recorded_facts(run.eval_dir, step).get("checkpoint"),
+        recorded_facts(run.eval_dir, step).get("checkpoint") or (digest and f"of hash {digest}"),
         written.strftime("%Y-%m-%d %H:%M"),
     )
 

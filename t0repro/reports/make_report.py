@@ -12,14 +12,14 @@ import numpy as np
 
 from t0repro.evaluation.outputs import find_tasks, latest_step
 from t0repro.evaluation.rank import RankResult
-from t0repro.evaluation.records import claim_path, read_records
+from t0repro.evaluation.records import read_records
 from t0repro.reports.comparison import RunComparison, compare_runs
 from t0repro.reports.decoded_tasks import generation_results
 from t0repro.reports.history import History
 from t0repro.reports.losses import LossComparison, compare_losses, loss_curve
 from t0repro.reports.models import correct_p_values as corrected_comparisons
 from t0repro.reports.prompts import PromptInfo, dataset_label, synthetic_datasets, tasks_by_dataset
-from t0repro.reports.provenance import Provenance, collect_provenance, recorded_facts
+from t0repro.reports.provenance import Provenance, collect_provenance, describe_unfinished
 from t0repro.reports.published import published_figures
 from t0repro.reports.ranking import rank_folder
 from t0repro.reports.report import Report
@@ -35,7 +35,6 @@ from t0repro.reports.results import (
 from t0repro.reports.run import Run
 from t0repro.reports.statistics import Bootstrap
 from t0repro.reports.task_costs import task_costs
-from t0repro.words import counted, rename_for_reader
 
 _Path = str | os.PathLike[str]
 
@@ -242,16 +241,8 @@ def _step_notes(eval_dir: Path, step: int, tasks: Sequence[str] | None) -> Itera
     found = find_tasks(eval_dir) if tasks is None else {}
     if lacking := [task for task, steps in found.items() if step not in steps]:
         yield f"Not evaluated at step {step}: {', '.join(lacking)}."
-    # rank-eval claims a step when it starts, writes the last step's facts when it ends, and then,
-    # unless Python called it, the report.
-    out = eval_dir.parent
-    is_claimed = tasks is None and claim_path(out, step).exists()
-    has_ended = (out / "report.json").exists() or recorded_facts(eval_dir, step)
-    if is_claimed and not has_ended:
-        yield (
-            f"The evaluation has not ended: only {counted(len(found), 'task')} had scores. Started"
-            f" again with --out {rename_for_reader(str(out))}, rank-eval continues it."
-        )
+    if tasks is None and (unfinished := describe_unfinished(eval_dir, step, len(found))):
+        yield unfinished
 
 
 def _row_notes(results: Sequence[RankResult], prompts: Mapping[str, PromptInfo]) -> Iterator[str]:

@@ -14,9 +14,10 @@ from typing import Any
 from t0repro.errors import UserError
 from t0repro.evaluation.evaluation_facts import EVALUATION_FACTS, package_versions
 from t0repro.evaluation.outputs import latest_step
+from t0repro.evaluation.records import claim_path
 from t0repro.reports.run import Run
 from t0repro.storage import address_of, input_path
-from t0repro.words import remove_passwords, rename_for_reader
+from t0repro.words import counted, remove_passwords, rename_for_reader
 
 _AGAIN = "Evaluate again, or remove the file: the report then lacks what it records."
 
@@ -121,6 +122,20 @@ def recorded_facts(folder: str | os.PathLike[str], step: int) -> dict[str, Any]:
         raise UserError("This is not a JSON object.", where=str(path), fix=_AGAIN)
     # A folder may have several steps; the file describes the one evaluated last.
     return facts if facts.get("step", step) == step else {}
+
+
+def describe_unfinished(eval_dir: Path, step: int, tasks: int) -> str | None:
+    """A sentence about an evaluation with scores of some tasks that has not ended; else None."""
+    # rank-eval claims a step when it starts, writes the last step's facts when it ends, and then,
+    # unless Python called it, the report.
+    out = eval_dir.parent
+    has_ended = (out / "report.json").exists() or recorded_facts(eval_dir, step)
+    if has_ended or not claim_path(out, step).exists():
+        return None
+    return (
+        f"The evaluation has not ended: only {counted(tasks, 'task')} had scores. Started again"
+        f" with --out {rename_for_reader(str(out))}, rank-eval continues it."
+    )
 
 
 def _operative_config(folder: Path) -> str | None:

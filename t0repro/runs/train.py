@@ -177,7 +177,7 @@ def train(
     evaluated = last_evaluated(written)
     nothing = (
         f"nothing to train: step {start.step:,}, train_steps {end_step:,}, which includes the"
-        " steps of the checkpoint"
+        " steps of the checkpoint. To train on, bind more."
     )
     # As in T5X, a run with no step left to train may still evaluate.
     if start.step >= end_step and not evaluations.still_due(plan, start, evaluated):

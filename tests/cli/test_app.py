@@ -151,6 +151,15 @@ def test_several_values_of_an_option_at_once_are_answered_with_its_repetition(mo
     assert code == 2 and "may be repeated: --step 10 --step 20." in " ".join(err.split())
 
 
+def test_of_several_values_of_an_option_that_takes_one_the_last_is_named(monkeypatch, capsys):
+    words = "rank-eval --checkpoint m --mixture a --mixture=b --out o --no_such".split()
+    _, _, err = run(monkeypatch, capsys, *words)
+    assert "note: --mixture takes one value: of a, b, the last" in err
+    words[words.index("--mixture=b")] = "--mixture=a"
+    _, _, err = run(monkeypatch, capsys, *words)
+    assert "takes one value" not in err
+
+
 def test_what_t5x_starts_and_this_does_not_is_refused_by_name(monkeypatch, capsys):
     for command in ("run", "explain"):
         code, _, err = run(monkeypatch, capsys, command, "--run_mode=export")

@@ -129,7 +129,7 @@ def test_a_file_is_no_checkpoint_and_an_absent_one_is_told_with_the_steps_there(
             find_checkpoint(mixed / name)
 
 
-@pytest.mark.parametrize("path", ["bigscience/T0_3B", "t0_3b", "T0_3b"])
+@pytest.mark.parametrize("path", ["bigscience/T0_3B", "t0_3b", "T0-3B"])
 def test_a_released_checkpoints_name_is_told_how_to_get_it(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="checkpoint fetch bigscience/T0_3B --to DIR"):

@@ -5,8 +5,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import t0repro.reports
+from t0repro.cli.report import app
 from t0repro.errors import UserError
 from t0repro.reports.make_report import ReportOptions, make_report
 from t0repro.reports.prompts import dataset_label
@@ -229,6 +231,8 @@ def test_a_report_of_an_evaluation_that_has_not_ended_says_so_at_its_top(tmp_pat
     )
     report = make_report(Run("jax", folder), {})
     assert said in report_page(report).notes and said in brief_page(report).notes
+    shown = CliRunner().invoke(app, ["history", str(folder)], catch_exceptions=False)
+    assert f"note: {said}" in shown.output
     for ended in (tmp_path / "report.json", folder / "provenance.json"):
         ended.write_text('{"step": 10}')
         assert make_report(Run("jax", folder), {}).notes == ()

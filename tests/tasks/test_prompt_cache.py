@@ -438,6 +438,11 @@ def test_a_name_of_the_demo_is_answered_with_its_module_until_that_is_imported(m
             select_tasks(dataset=name)
 
 
+def test_a_subsets_name_alone_is_answered_with_its_dataset_in_the_mixture():
+    with pytest.raises(UserError, match="Nearest: 'synthetic_glue/mrpc'[.]"):
+        select_tasks("demo_eval_score_eval", "mrpc")
+
+
 def test_a_datasets_name_in_place_of_a_mixture_is_answered_with_its_tasks():
     with pytest.raises(UserError) as error:
         tasks_of_mixture("synthetic_imdb")

@@ -137,7 +137,8 @@ def test_nothing_is_opened_or_written_when_train_steps_is_reached(whole):
 
     _, said = run(model_dir, 6, no_batches)
     assert said[-1] == (
-        "nothing to train: step 6, train_steps 6, which includes the steps of the checkpoint"
+        "nothing to train: step 6, train_steps 6, which includes the steps of the checkpoint. To"
+        " train on, bind more."
     )
     assert sorted(path.name for path in model_dir.iterdir()) == before
 
