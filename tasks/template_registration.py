@@ -136,5 +136,6 @@ def _splits(content: TemplateFile, rows_needed: bool) -> dict[str, dict[str, Spl
     raise UserError(
         f"There are no rows for {content.path}, of {label(content.dataset, content.subset)}.",
         where=" or ".join(map(str, folders)),
-        fix=f"Put <split>.jsonl, .parquet, .csv or .tsv there. {there}",
+        fix="Put <split>.jsonl, .parquet, .csv or .tsv there, or name several folders:"
+        f" {DATA_VARIABLE}=A:B. {there}",
     )

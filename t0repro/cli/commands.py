@@ -75,6 +75,9 @@ class _Parsing:
                         f" train {error.option_name}=VALUE."
                     )
                 error.possibilities = None
+            elif getattr(getattr(error, "param", None), "multiple", False):
+                name = error.param.opts[0]
+                error.message += f". For several values it is repeated: {name} A {name} B."
             elif "Value error, " in message:  # how pydantic, which checks values, names its errors
                 error.message = message.replace("Value error, ", "", 1)
             raise

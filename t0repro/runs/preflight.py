@@ -62,6 +62,9 @@ def check_mesh_transformer(configuration: Configuration, *, jax: bool, skip_miss
     Raises:
       UserError: For the first fault.
     """
+    if not jax and configuration.only_on_jax:
+        # Before a checkpoint is to be converted for a run that is refused all the same.
+        raise configuration.only_on_jax
     inputs, config = configuration.inputs, configuration.run_or_refusal
     trains = inputs.mode == "train" and inputs.mixture_or_task_name is not None
     listed = [Check("addresses", Cost.FILES, lambda: check_addresses(inputs, jax=jax))]

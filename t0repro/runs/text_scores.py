@@ -108,7 +108,7 @@ def _list_choices(
         raise UserError(
             f"{len(inputs)} inputs, but choices for {len(choices)}.",
             where="score",
-            fix="Give a list of texts, for all inputs, or a list of such lists, one an input.",
+            fix="Give one list of choices for all inputs, or a list of them for each input.",
         )
     for name, texts in (("inputs", [inputs]), ("choices", of_each)):
         for row in texts:

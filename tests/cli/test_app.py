@@ -149,6 +149,8 @@ def test_several_values_of_an_option_at_once_are_answered_with_its_repetition(mo
     words = "rank-eval --checkpoint m --mixture x --out o --step 10 20".split()
     code, _, err = run(monkeypatch, capsys, *words)
     assert code == 2 and "may be repeated: --step 10 --step 20." in " ".join(err.split())
+    code, _, err = run(monkeypatch, capsys, *"compare a b --step 10,20".split())
+    assert code == 2 and "it is repeated: --step A --step B." in " ".join(err.split())
 
 
 def test_of_several_values_of_an_option_that_takes_one_the_last_is_named(monkeypatch, capsys):

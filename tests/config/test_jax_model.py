@@ -12,6 +12,7 @@ from t0repro.config.mtf import dialect
 from t0repro.config.mtf.parser import MeshInputs
 from t0repro.config.run import TrainRun
 from t0repro.errors import UserError
+from t0repro.runs.preflight import check_mesh_transformer
 
 pytestmark = pytest.mark.mtf
 
@@ -45,8 +46,12 @@ def load(*params: str) -> TrainRun:
 
 
 def refusal_of(*params: str) -> str:
-    """What a run on Mesh TensorFlow says of the bindings."""
-    return str(configured(*params).only_on_jax)
+    """What a run on Mesh TensorFlow says of the bindings, before it looks for a checkpoint."""
+    run = configured(*params, "utils.run.init_checkpoint = '/absent/model.ckpt-1'")
+    with pytest.raises(UserError) as refused:
+        check_mesh_transformer(run, jax=False, skip_missing=False)
+    assert refused.value == run.only_on_jax
+    return str(refused.value)
 
 
 @pytest.mark.parametrize("binding", FIELDS)
