@@ -62,8 +62,8 @@ def _lfs_pointer(where: str) -> str | None:
 
 def _nearest_path(where: str) -> str | None:
     """The path most like that of an error's `where`, which names a place that does not exist."""
-    # An option may stand before the path, and a key or an argument in its place.
-    path = re.split("[ =]", where)[-1]
+    # An option may stand before the path, a line after it, and a key or an argument in its place.
+    path = re.sub(r":\d+$", "", re.split("[ =]", where)[-1])
     if "://" in path or not (os.sep in path or re.search(r"[.][a-z0-9]{1,7}$", path)):
         return None
     with contextlib.suppress(OSError, ValueError):

@@ -22,7 +22,11 @@ def test_a_path_that_does_not_exist_is_answered_with_the_nearest_one(tmp_path, m
         assert UserError("?", where=where, fix="Look.").fix == f"Look. Nearest: {tmp_path / near}."
     monkeypatch.chdir(tmp_path / "demo")
     assert UserError("?", where="--templates report.jsn").fix == "Nearest: report.json."
-    for where in ("demo", "gs://b/dmeo", f"{tmp_path}/demo/model", f"{tmp_path}/x/y", "a/b\0"):
+    (tmp_path / "demo" / "mine.gin").touch()
+    for where in (
+        "demo", "gs://b/dmeo", f"{tmp_path}/demo/model", f"{tmp_path}/demo/mine.gin:3",
+        f"{tmp_path}/x/y", "a/b\0",
+    ):  # fmt: skip
         assert UserError("?", where=where, fix="Look.").fix == "Look."
     with pytest.raises(UserError, match="Nearest: .*demo/report.json"):
         load_report(tmp_path / "demo" / "report.jso")
