@@ -79,7 +79,9 @@ def compare_figures(
     differences = [
         f"{place} is {recorded}, and the evaluation's is {found}"
         for place, recorded, found in _leaves(
-            _with_whole_path(report.provenance), _with_whole_path(again.provenance), "provenance"
+            _make_path_absolute(report.provenance),
+            _make_path_absolute(again.provenance),
+            "provenance",
         )
         if not place.startswith(TAKEN_AS_THEY_ARE) and not _equal(recorded, found)
     ]
@@ -88,7 +90,7 @@ def compare_figures(
     yield Finding("notes about the examples", not lost, " ".join(lost))
 
 
-def _with_whole_path(provenance: Provenance) -> Provenance:
+def _make_path_absolute(provenance: Provenance) -> Provenance:
     """The provenance with its checkpoint's path from the root, however it was spelled."""
     given = provenance.checkpoint
     if given is None:
