@@ -120,7 +120,7 @@ def _print(summary: Summary, folder: Path) -> None:
             f"{counted(len(summary.skipped), 'task lacks', 'tasks lack')} what training or ranking"
             " reads: give --skip_missing there too; scripts/train.sh and rank_eval.sh do."
         )
-    if not summary.cached:
+    if not (summary.cached or summary.left_out):
         echo(f"Nothing to cache: {folder} has the {counted(summary.selected, 'task')} already.")
         return
     rate = summary.examples / summary.seconds

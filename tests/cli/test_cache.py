@@ -1,6 +1,7 @@
 """`t0repro cache` as people call it."""
 
 import contextlib
+import functools
 import json
 import os
 import pty
@@ -49,7 +50,8 @@ def test_a_users_own_prompts_are_cached(tmp_path):
         "    metadata: !TemplateMetadata\n      choices_in_prompt: false\n"
         "      metrics: [Accuracy]\n      original_task: true\n"
     )
-    done = run(
+    cache = functools.partial(
+        run,
         f"--templates={prompts}",
         "--tasks=super_glue_rte_mine*",
         f"--output_cache_dir={tmp_path / 'cache'}",
@@ -58,8 +60,12 @@ def test_a_users_own_prompts_are_cached(tmp_path):
             Path(__file__).resolve().parents[2] / "tasks" / "demo" / "sentencepiece.model"
         ),
     )
+    done = cache()
     assert done.returncode == 0, done.stderr
     assert "Cached 2 of 2 tasks in" in done.stdout and ": 3 examples in" in done.stdout
+    # Not whole: the split to train on is not here.
+    again = cache()
+    assert "Left out splits of 2 tasks" in again.stdout and "already" not in again.stdout
 
 
 def run_on_terminal(*arguments: str, **environment: str) -> tuple[int, str]:
