@@ -22,7 +22,6 @@ from t0repro.cli.options import (
 from t0repro.cli.paths import output, source
 from t0repro.cli.results import echo, print_json, print_written, show_page
 from t0repro.errors import UserError
-from t0repro.evaluation.outputs import find_tasks
 from t0repro.lm_eval.results import import_results
 from t0repro.reports.comparison_page import history_page, losses_in_words, scores_in_words
 from t0repro.reports.history import read_history
@@ -285,8 +284,7 @@ def history(
     folder, _ = find_evaluation(eval_dir)
     prompts = prompts_of_evaluations([folder], module_import or ())
     found = read_history(folder, prompts)
-    tasks = len(find_tasks(folder))
-    if unfinished := describe_unfinished(folder, max(found.steps), tasks):
+    if unfinished := describe_unfinished(folder, max(found.steps)):
         echo(f"note: {unfinished}", err=True)
     show_page("history", history_page(found), found, out, as_json=as_json)
 

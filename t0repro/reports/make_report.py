@@ -241,7 +241,7 @@ def _step_notes(eval_dir: Path, step: int, tasks: Sequence[str] | None) -> Itera
     found = find_tasks(eval_dir) if tasks is None else {}
     if lacking := [task for task, steps in found.items() if step not in steps]:
         yield f"Not evaluated at step {step}: {', '.join(lacking)}."
-    if tasks is None and (unfinished := describe_unfinished(eval_dir, step, len(found))):
+    if tasks is None and (unfinished := describe_unfinished(eval_dir, step)):
         yield unfinished
 
 

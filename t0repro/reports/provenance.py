@@ -13,7 +13,7 @@ from typing import Any
 
 from t0repro.errors import UserError
 from t0repro.evaluation.evaluation_facts import EVALUATION_FACTS, package_versions
-from t0repro.evaluation.outputs import latest_step
+from t0repro.evaluation.outputs import find_tasks, latest_step
 from t0repro.evaluation.records import claim_path
 from t0repro.reports.run import Run
 from t0repro.storage import address_of, input_path
@@ -124,14 +124,15 @@ def recorded_facts(folder: str | os.PathLike[str], step: int) -> dict[str, Any]:
     return facts if facts.get("step", step) == step else {}
 
 
-def describe_unfinished(eval_dir: Path, step: int, tasks: int) -> str | None:
-    """A sentence about an evaluation with scores of some tasks that has not ended; else None."""
+def describe_unfinished(eval_dir: Path, step: int) -> str | None:
+    """A sentence about an evaluation of a step that has not ended; None if it has."""
     # rank-eval claims a step when it starts, writes the last step's facts when it ends, and then,
     # unless Python called it, the report.
     out = eval_dir.parent
     has_ended = (out / "report.json").exists() or recorded_facts(eval_dir, step)
     if has_ended or not claim_path(out, step).exists():
         return None
+    tasks = sum(step in steps for steps in find_tasks(eval_dir).values())
     return (
         f"The evaluation has not ended: only {counted(tasks, 'task')} had scores. Started again"
         f" with --out {rename_for_reader(str(out))}, rank-eval continues it."

@@ -233,6 +233,13 @@ def test_a_report_of_an_evaluation_that_has_not_ended_says_so_at_its_top(tmp_pat
     assert said in report_page(report).notes and said in brief_page(report).notes
     shown = CliRunner().invoke(app, ["history", str(folder)], catch_exceptions=False)
     assert f"note: {said}" in shown.output
+    # A task that only an earlier step has is not among those with scores.
+    for step in (5, 10):
+        write_scores(folder, "a", [[-1.0, -2.0]] * 4, [0] * 4, step=step)
+    write_scores(folder, "b", [[-1.0, -2.0]] * 4, [0] * 4, step=5)
+    assert said in make_report(Run("jax", folder), {}).notes
+    for path in folder.glob("b_*"):
+        path.unlink()
     for ended in (tmp_path / "report.json", folder / "provenance.json"):
         ended.write_text('{"step": 10}')
         assert make_report(Run("jax", folder), {}).notes == ()
