@@ -15,7 +15,7 @@ from t0repro.converters.merging import unmerge as unmerge_adapter
 
 app = App(
     "adapters",
-    help="Merge adapters into their base, and get the base back.",
+    help="Merge adapters into their base, and get the base back; convert --to peft exports one.",
     no_args_is_help=True,
     example="t0repro adapters merge runs/my_adapter runs/merged --to hf",
 )

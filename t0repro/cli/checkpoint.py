@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +21,7 @@ from t0repro.converters.sources import find_checkpoint
 from t0repro.errors import UserError
 from t0repro.parameters import naming
 from t0repro.parameters.shape import describe
-from t0repro.words import counted, sized
+from t0repro.words import counted, sized, some
 
 app = App(
     "checkpoint",
@@ -135,7 +136,7 @@ def _print_verification(verification: Verification) -> None:
 @app.command()
 def released(
     family: Annotated[
-        str | None, typer.Option(help="Only names or families that contain this text.")
+        str | None, typer.Option(help="Only those with this at the start of a word of their name or family.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -144,8 +145,14 @@ def released(
     Example:
       t0repro checkpoint released --family lm100k
     """
-    wanted = (family or "").lower()
-    found = [e for e in catalog().values() if wanted in f"{e.name} {e.family}".lower()]
+    wanted = re.compile(rf"(?<![a-z0-9]){re.escape(family or '')}", re.IGNORECASE)
+    found = [e for e in catalog().values() if wanted.search(f"{e.name} {e.family}")]
+    if not found:
+        raise UserError(
+            f"No released checkpoint is called {family!r}.",
+            where="--family",
+            fix=f"There are {some(sorted({e.family for e in catalog().values()}), 20)}.",
+        )
     if as_json:
         print_json([{**vars(e), "parameters": e.shape.parameter_count()} for e in found])
         return

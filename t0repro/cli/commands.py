@@ -117,11 +117,12 @@ class Group(_Parsing, TyperGroup):
         if args and args[0][:1] != "-" and self.get_command(ctx, args[0]) is None:
             near = [word for word in re.split("[-_]", args[0].lower()) if word in self.commands]
             near += difflib.get_close_matches(args[0].lower(), self.commands, n=2, cutoff=0.65)
-            said, takers = "Nearest:", ""
+            said, also = "Nearest:", ""
             if not near:
-                said, takers = "There are", _name_takers(_visible_options(self))
+                also = _name_takers(_visible_options(self)) or f" {self.get_short_help_str(200)}"
+                said = "There are"
             listed = ", ".join(dict.fromkeys(near or self.commands))
-            ctx.fail(f"No such command {args[0]!r}. {said} {listed}.{takers}")
+            ctx.fail(f"No such command {args[0]!r}. {said} {listed}.{also}")
         _, command, rest = super().resolve_command(ctx, args)
         return command and command.name, command, rest
 
@@ -186,7 +187,7 @@ def _visible_options(command: Any) -> list[Any]:
 def _name_takers(options: list[Any]) -> str:
     """A sentence about the options that a word may be the value of, or ""."""
     valued = [each for each in options if not each.is_flag]
-    valued.sort(key=lambda each: not each.required)
+    valued.sort(key=lambda each: not (each.required or each.rich_help_panel == "Required"))
     names = [next(name for name in each.opts if name[:2] == "--") for each in valued]
     return f" An option stands before its value: {some(names, 8)}." if names else ""
 
@@ -235,10 +236,11 @@ def _repeat_option(words: list[str], options: list[Any]) -> str:
     return ""
 
 
-# What transformers and lm-evaluation-harness call an option -> what it is called here.
+# What transformers, lm-evaluation-harness and launchers call an option -> what it is here.
 _CALLED_ELSEWHERE = {
     "model": "checkpoint", "model_name_or_path": "checkpoint", "pretrained": "checkpoint",
     "tasks": "mixture", "output_dir": "out", "output_path": "out",
+    "nodes": "processes", "num_nodes": "processes", "nproc_per_node": "processes",
 }  # fmt: skip
 
 

@@ -25,8 +25,10 @@ from t0repro.evaluation.opened import (
     open_checkpoint,
 )
 from t0repro.evaluation.selection import check_fits
+from t0repro.progress import say
 from t0repro.runs.given_texts import check_text, list_texts
 from t0repro.tasks.vocabulary import VocabularyFile, named_vocabulary
+from t0repro.words import counted
 
 LENGTHS = {"inputs": 1024, "targets": 256}  # T0's
 
@@ -57,7 +59,8 @@ def score(
       step: Step of the checkpoint; the latest by default.
       vocabulary: The SentencePiece model, with or without T5's sentinels, or "bytes" for ByT5's, or
         an opened one; by default T5's own, or the one that T0REPRO_VOCAB names.
-      lengths: Maximum tokens of `inputs` and `targets`; longer ones are cut.
+      lengths: Maximum tokens of `inputs` and `targets`; longer ones are cut, and counted on
+        stderr.
       activation: dtype of the activations, if `model` is a path.
       adapter: An adapter's checkpoint, or a folder of PEFT's, for which `model` is the base.
 
@@ -68,7 +71,8 @@ def score(
     """
     check_choice(activation, DType, "activation")
     inputs = list_texts(inputs, "inputs", "score")
-    of_each = _list_choices(inputs, list_texts(choices, "choices", "score"))
+    choices = list_texts(choices, "choices", "score")
+    of_each = _list_choices(inputs, choices)
     _check_lengths(lengths)
     named = isinstance(vocabulary, VocabularyFile)
     file = vocabulary if named else named_vocabulary(vocabulary)
@@ -78,7 +82,8 @@ def score(
     check_fits(file, checkpoint.model.config.vocab_size, checkpoint.path, checkpoint.folders)
     examples = _examples(file, inputs, of_each, lengths)
     found = iter(score_examples(checkpoint.params, checkpoint.model, examples, lengths))
-    scores = np.full((len(inputs), max(map(len, of_each), default=0)), -np.inf, np.float32)
+    widest = max(map(len, of_each or [choices]))  # without inputs, as wide as with them
+    scores = np.full((len(inputs), widest), -np.inf, np.float32)
     for row, its_choices in zip(scores, of_each, strict=True):
         row[: len(its_choices)] = [next(found) for _ in its_choices]
     return scores
@@ -143,10 +148,16 @@ def _examples(
     """One example per pair; as in T0's tasks, only targets end with EOS, truncated or not."""
     # T0's tasks cut first and append EOS afterward (SeqIO's append_eos_after_trim).
     processor, room = file.processor(), lengths["targets"] - 1
-    examples = []
+    examples, cut = [], {"input": 0, "choice": 0}
     for text, of_input in zip(inputs, choices, strict=True):
         tokens = np.array(processor.encode(text), np.int32)
+        cut["input"] += len(tokens) > lengths["inputs"]
         for choice in of_input:
-            target = [*processor.encode(choice)[:room], file.eos_id]
-            examples.append({"inputs": tokens, "targets": np.array(target, np.int32)})
+            target = processor.encode(choice)
+            cut["choice"] += len(target) > room
+            target = np.array([*target[:room], file.eos_id], np.int32)
+            examples.append({"inputs": tokens, "targets": target})
+    for what, length in (("input", lengths["inputs"]), ("choice", lengths["targets"])):
+        if cut[what]:
+            say(f"score: {counted(cut[what], what)} cut to {length} tokens")
     return examples

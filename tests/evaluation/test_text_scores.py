@@ -70,14 +70,24 @@ def test_a_score_has_the_bits_of_rank_evals(model_dir, prompts, tmp_path):
     np.testing.assert_array_equal(ranked.score.astype(np.float32), expected)
 
 
-def test_inputs_may_have_choices_of_their_own_and_long_ones_are_cut_before_eos(checkpoint):
+def test_inputs_may_have_choices_of_their_own_and_long_ones_are_cut_before_eos(checkpoint, capsys):
     choices = [["good", "bad"], ["the world of business and of sports"]]
     lengths = {"inputs": 1024, "targets": 3}
     scores = t0repro.score(checkpoint, TEXTS, choices, vocabulary=VOCABULARY, lengths=lengths)
     assert scores[1, 1] == -np.inf
+    assert capsys.readouterr().err == "score: 1 choice cut to 3 tokens\n"
     expected = plain(checkpoint.params, TEXTS[1], choices[1][0], 3)
     np.testing.assert_allclose(scores[1, 0], expected, rtol=1e-5)
     assert (scores.argmax(axis=1)[1]) == 0
+    lengths = {"inputs": 2, "targets": 256}
+    t0repro.score(checkpoint, TEXTS, ["good"], vocabulary=VOCABULARY, lengths=lengths)
+    assert capsys.readouterr().err == "score: 2 inputs cut to 2 tokens\n"
+
+
+def test_no_inputs_have_no_rows_of_scores(checkpoint):
+    found = t0repro.score(checkpoint, [], ["a", "b"], vocabulary=VOCABULARY)
+    assert found.shape == (0, 2)
+    assert t0repro.score(checkpoint, [], [], vocabulary=VOCABULARY).shape == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -251,7 +251,7 @@ def _place_in(text: str) -> str | None:
         return None
     if match["file"]:
         return f"{match['file']}:{match['line']}: {_short(match['text'])}"
-    return f"the command line: {_short(match['text'])!r}, line {match['line']}"
+    return f"the command line: {_short(match['text'])!r}"
 
 
 def _place_of(error: Exception, file: str | None) -> str | None:
@@ -261,7 +261,7 @@ def _place_of(error: Exception, file: str | None) -> str | None:
         line = f"{error.lineno}" if error.lineno else "?"
         text = _short(error.text or "")
         name = error.filename or file
-        return f"{name}:{line}: {text}" if name else f"the command line: {text!r}, line {line}"
+        return f"{name}:{line}: {text}" if name else f"the command line: {text!r}"
     if isinstance(error, tokenize.TokenError):
         line = error.args[1][0] if len(error.args) > 1 else "?"
         return f"{file}:{line}" if file else f"the command line, line {line}"

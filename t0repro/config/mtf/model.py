@@ -135,6 +135,8 @@ def read_model(arguments: Arguments, vocabulary_sizes: tuple[int, int]) -> Model
         adapter=None,
         choice_loss=None,
     )
+    padding = arguments.provenance["model.vocab_size"]
+    arguments.provenance["model.vocab_size"] = f"{sizes[-1]} of the vocabulary, padded ({padding})"
     if recompute is not None:
         arguments.note("model.recompute", "t0repro.jax_model", "recompute")
     return model
