@@ -64,7 +64,8 @@ class TemplateFile:
 
     Attributes:
       path: The file.
-      dataset: The dataset's name, which is also its folder under T0REPRO_DATA_DIR.
+      dataset: The dataset's name, which is also its folder under T0REPRO_DATA_DIR; "" for a file
+        of mixtures alone.
       subset: The configuration, or None.
       templates: promptsource `Template`s in the file's order.
       mixtures: Name -> task -> rate.
@@ -85,6 +86,8 @@ def read_template_file(path: str | Path) -> TemplateFile:
     """
     path = Path(path)
     content = _load(path)
+    if set(content) == {"mixtures"}:
+        return TemplateFile(path, "", None, (), _mixtures(path, content))
     known = (*FILE_KEYS, *OLD_FILE_KEYS)
     _check_keys(content, known, ("dataset", "templates"), str(path), FORMAT)
     dataset = _folder_name(content, "dataset", path)

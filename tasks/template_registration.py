@@ -104,6 +104,8 @@ def _check_name_is_free(name: str, template: Any, content: TemplateFile) -> None
 
 def _splits(content: TemplateFile, rows_needed: bool) -> dict[str, dict[str, Split]]:
     """Task name suffix -> split -> where its rows come from, for the splits on disk."""
+    if not content.templates:
+        return {}
     roots = data_folders() if rows_needed or os.environ.get(DATA_VARIABLE) else []
     folders = [dataset_folder(root, content.dataset, content.subset) for root in roots]
     held = sorted({split for folder in folders for split in splits_on_disk(folder)})

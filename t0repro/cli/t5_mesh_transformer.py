@@ -571,7 +571,16 @@ def _parse_flags(arguments: Sequence[str]) -> list[str]:
         echo(_help().rstrip())
         sys.exit(0)
     try:
-        return app.parse_flags_with_usage(canonical_arguments(arguments))
+        return flags.FLAGS(canonical_arguments(arguments))
+    except flags.Error as error:
+        said, _, near = str(error).partition(". Did you mean: ")
+        fix = (
+            "--help lists the flags. A setting of the run is gin's:"
+            ' --gin_param="run.train_steps = 100"; for some, scripts read a variable: TRAIN_STEPS=100.'
+        )
+        if near:
+            fix = f"Nearest: --{near.removesuffix(' ?').replace(', ', ', --')}."
+        raise UserError(f"{said}.", where="the command line", fix=fix) from error
     except SystemExit:
         # absl exits with 1 even after printing help that was requested.
         asked = {"helpfull", "helpxml"} & {word.strip("-") for word in arguments}

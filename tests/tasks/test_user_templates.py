@@ -276,6 +276,9 @@ def test_a_file_can_mix_its_tasks_with_rates(data, tmp_path, forget):
     write(tmp_path, HEAD + GOOD + OPEN_ENDED + MIXED.replace("30", "31"))
     with pytest.raises(UserError, match="mixture 'my_mixture' already"):
         register_templates(path)
+    (alone := tmp_path / "alone.yaml").write_text(MIXED.replace("my_mixture", "of_others"))
+    assert register_templates(alone) == []
+    assert prompted_mixtures()["of_others"].rate("my_reviews_write_one") == 10.0
 
 
 # Prompts that are broken although they are valid -----------------------------------------------
