@@ -136,7 +136,8 @@ def _print_verification(verification: Verification) -> None:
 @app.command()
 def released(
     family: Annotated[
-        str | None, typer.Option(help="Only those with this at the start of a word of their name or family.")
+        str | None,
+        typer.Option(help="Only if a word of the name or family begins like this."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -576,7 +576,7 @@ def _parse_flags(arguments: Sequence[str]) -> list[str]:
         said, _, near = str(error).partition(". Did you mean: ")
         fix = (
             "--help lists the flags. A setting of the run is gin's:"
-            ' --gin_param="run.train_steps = 100"; for some, scripts read a variable: TRAIN_STEPS=100.'
+            ' --gin_param="run.train_steps = 100"; scripts read some variables: TRAIN_STEPS=100.'
         )
         if near:
             fix = f"Nearest: --{near.removesuffix(' ?').replace(', ', ', --')}."

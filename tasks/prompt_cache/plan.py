@@ -215,7 +215,9 @@ class _Planner:
         if self._missing and not self.request.skip_missing:
             first = next(iter(self._missing.values()))
             places = sorted(self._missing)
-            otherwise = " Or leave such splits out with --skip_missing, or name others with --splits."
+            otherwise = (
+                " Or leave such splits out with --skip_missing, or name others with --splits."
+            )
             raise UserError(
                 f"The rows of {counted(len(places), 'split')} are missing: {', '.join(places[:8])}"
                 f"{', ...' if len(places) > 8 else ''}. The first: {first.what}",
