@@ -40,6 +40,7 @@ from t0repro.training.train_state import (
     check_parameters,
     flat_slots,
 )
+from t0repro.words import some
 
 Backend = Literal["mtf", "jax"]
 RECORD = "trained_with.json"
@@ -323,13 +324,18 @@ def _list_changes(before: Mapping[str, Any], now: Mapping[str, Any], config: Tra
     """The settings that both sides have with other values; "" for none."""
     # Skip settings that only one side has: they come from another version of this program, or from
     # another optimizer, which the setting "optimizer" reports.
-    changed = [name for name in now if name in before and now[name] != before[name]]
-    places = config.provenance
-    return "; ".join(
-        f"{name} was {before[name]!r} and is {now[name]!r}"
-        + (f" ({places[name]})" if name in places else "")
-        for name in changed[:5]
-    ) + ("; ..." if len(changed) > 5 else "")
+    changed = []
+    for name in now.keys() & before.keys():
+        was, is_now, place = before[name], now[name], config.provenance.get(name)
+        fields = [("", was, is_now)]
+        if isinstance(was, dict) and isinstance(is_now, dict):
+            fields = [(f".{key}", was.get(key), is_now.get(key)) for key in was | is_now]
+        changed += [
+            f"{name}{field} was {old!r} and is {new!r}{f' ({place})' if place else ''}"
+            for field, old, new in fields
+            if old != new
+        ]
+    return some(sorted(changed), separator="; ")
 
 
 def _spread_arithmetic(settings: dict[str, Any]) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def test_a_change_of_what_may_change_is_said_where_the_run_goes_on(model_dir):
     )
     for change in (
         "model.dropout_rate was 0.0 and is 0.1",
-        "schedule.arguments was {'learning_rate': 0.01} and is {'learning_rate': 0.1}",
+        "schedule.arguments.learning_rate was 0.01 and is 0.1",
         "dtypes.activation was 'float32' and is 'bfloat16'",
         "num_microbatches was 2 and is 1 (my.gin:3)",
         "plan.random_seed was 0 and is 7",
