@@ -145,6 +145,8 @@ def absence(path: str) -> str:
         directory, name = os.path.split(path.rstrip("/"))
         beside = [] if storage.is_address(path) else storage.list_names(directory or ".")
         near = [os.path.join(directory, each) for each in similar_names(name, beside, 3)]
+        if beside and not near and (checkpoint_at(directory) or list_checkpoints(directory)):
+            near = [directory or "."]
         return f"There is no such file or folder.{f' Nearest: {some(near)}.' if near else ''}"
     return f"Checkpoint not found{there}."
 

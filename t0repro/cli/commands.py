@@ -251,7 +251,8 @@ def _suggest(name: str, options: list[Any]) -> str:
     word = canonical(name.lstrip("-"))
     near = [each for each in [_CALLED_ELSEWHERE.get(word)] if each in words]
     near += difflib.get_close_matches(word, words, n=3, cutoff=0.65)
-    near += [each for each in words if word in each.split("_") and each not in near]
+    parts = {each: {word, f"{word}s"} & {*each.split("_")} for each in words}
+    near += [each for each in words if parts[each] and each not in near]
     if near:
         return f"Nearest: {', '.join(words[each] for each in near)}."
     gin = " A setting of the run is gin's: --gin_param 'NAME = VALUE'." * ("gin_param" in words)

@@ -310,6 +310,7 @@ def check_by_dry_run(
         )
         if done.returncode:
             message = _message(done.stderr)
+            message = message.replace("where: --mixture", "where: --auxiliary_job_mixtures")
             if f"where: {SKIP_MISSING}" in message:
                 say(f"the jobs for {mixture} are left out: {message}")
                 continue

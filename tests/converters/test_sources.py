@@ -235,6 +235,8 @@ def test_a_misspelled_path_is_answered_with_the_names_beside_it(mixed):
     wrong = str(mixed.parent / f"{mixed.name[:-1]}_")
     with pytest.raises(UserError, match=f"no such file or folder. Nearest: {mixed}"):
         find_checkpoint(wrong)
+    with pytest.raises(UserError, match=f"no such file or folder. Nearest: {mixed}\\."):
+        find_checkpoint(str(mixed / "pytorch_model.bin"))
 
 
 def test_load_any_gives_the_same_tree_from_both_formats(tiny_checkpoint, tmp_path):

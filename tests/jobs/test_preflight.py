@@ -97,7 +97,8 @@ def test_a_rank_evaluations_options_mixture_and_split_are_checked_too(tmp_path, 
     for more, mixture, what in (
         ("--split nowhere", TASK, "has a split 'nowhere'(.|\n)*where: --split"),
         ("--limmit 3", TASK, "limmit"),
-        ("", "no_such_task", "no_such_task(.|\n)*path='rank-eval .* --module_import MODULE'"),
+        ("", "no_such_task", "no_such_task(.|\n)*where: --auxiliary_job_mixtures"),
+        ("", "no_such_task", "path='rank-eval .* --module_import MODULE'"),
     ):
         with pytest.raises(UserError, match=f"would fail. (.|\n)*{what}"):
             check(more, mixture)
