@@ -16,10 +16,9 @@ def read_arrow(path: Path, start: int = 0, stop: int | None = None) -> Iterator[
     """Yields rows `start` to `stop` (exclusive); batches and row groups before them stay encoded.
 
     Raises:
-      UserError: If the file is damaged, or text in it is not UTF-8.
+      UserError: If the file is damaged, or a value has no counterpart in Python.
     """
-    batches = _read_parquet if path.suffix == ".parquet" else _read_stream
-    for first, batch in batches(path, start, stop):
+    for first, batch in _batches(path, start, stop):
         low = max(start - first, 0)
         high = batch.num_rows if stop is None else min(stop - first, batch.num_rows)
         if low < high:
@@ -31,7 +30,7 @@ def count_arrow(path: Path) -> int:
     if path.suffix == ".parquet":
         with _parquet(path) as file:
             return file.metadata.num_rows
-    return sum(batch.num_rows for _, batch in _read_stream(path))
+    return sum(batch.num_rows for _, batch in _batches(path))
 
 
 def class_names(path: Path) -> dict[str, list[str]]:
@@ -97,6 +96,19 @@ def _kind(path: Path) -> str:
     return "Parquet" if path.suffix == ".parquet" else "Arrow"
 
 
+def _batches(path: Path, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, Any]]:
+    """Yields (number of its first row, batch) of every batch that may hold wanted rows."""
+    read = _read_parquet if path.suffix == ".parquet" else _read_stream
+    try:
+        yield from read(path, start, stop)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"The file is damaged: {' '.join(str(error).split())}",
+            where=str(path),
+            fix="Write the file again.",
+        ) from error
+
+
 def _read_parquet(path: Path, start: int, stop: int | None) -> Iterator[tuple[int, Any]]:
     """Yields (number of its first row, batch) of the row groups that hold wanted rows."""
     first = 0
@@ -112,23 +124,18 @@ def _read_parquet(path: Path, start: int, stop: int | None) -> Iterator[tuple[in
             first += rows
 
 
-def _read_stream(path: Path, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, Any]]:
+def _read_stream(path: Path, start: int, stop: int | None) -> Iterator[tuple[int, Any]]:
     """Yields (number of its first row, batch) of every batch up to the last wanted row."""
     first = 0
     with _stream(path) as stream:
-        try:
-            batches = stream
-            if hasattr(stream, "num_record_batches"):  # a file is no iterator
-                batches = map(stream.get_batch, range(stream.num_record_batches))
-            for batch in batches:
-                if stop is not None and first >= stop:
-                    return
-                yield first, batch
-                first += batch.num_rows
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"The file is damaged: {error}", where=str(path), fix="Write the file again."
-            ) from error
+        batches = stream
+        if hasattr(stream, "num_record_batches"):  # a file is no iterator
+            batches = map(stream.get_batch, range(stream.num_record_batches))
+        for batch in batches:
+            if stop is not None and first >= stop:
+                return
+            yield first, batch
+            first += batch.num_rows
 
 
 def _batch_rows(path: Path, batch: Any, first: int) -> list[dict[str, Any]]:
@@ -139,15 +146,20 @@ def _batch_rows(path: Path, batch: Any, first: int) -> list[dict[str, Any]]:
             where=str(path),
             fix="Rename or remove one of them.",
         )
-    try:
-        return _truncate_times(batch).to_pylist()
-    # Decoded bytes are text only if they are UTF-8.
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"Text is not UTF-8: {error}.",
-            where=f"{path}, rows {first + 1} to {first + batch.num_rows}",
-            fix="Write the file again, from text in UTF-8.",
-        ) from error
+    columns = []
+    for name, column in zip(names, _truncate_times(batch).columns, strict=True):
+        try:
+            columns.append(column.to_pylist())
+        # Bytes that are not UTF-8; a year after 9999; an unknown time zone.
+        except (ValueError, OverflowError, LookupError) as error:
+            is_text = isinstance(error, UnicodeDecodeError)
+            what = "text that is not UTF-8" if is_text else "a value that Python lacks"
+            raise UserError(
+                f"Column {name!r} has {what}: {error}.",
+                where=f"{path}, rows {first + 1} to {first + batch.num_rows}",
+                fix="Write the file again, the column as text in UTF-8, or leave it out.",
+            ) from error
+    return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
 def _truncate_times(batch: Any) -> Any:

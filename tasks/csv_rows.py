@@ -12,6 +12,7 @@ import codecs
 import csv
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ _MISSING = frozenset(
     ("", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN")
     + ("<NA>", "N/A", "NA", "NULL", "NaN", "None", "n/a", "nan", "null")
 )
-_TRUTH = {"True": True, "TRUE": True, "true": True, "False": False, "FALSE": False, "false": False}
+_TRUTH = {"true": True, "false": False}
 _LONGEST_FIELD = 2**31 - 1  # Python's own limit is 128 KiB, which a document exceeds
 
 
@@ -72,10 +73,12 @@ def _column_types(path: Path, modified: int, size: int) -> dict[str, Callable[[s
                 kinds[at] = tuple(kind for kind in kinds[at] if _can_read(kind, text))
     types: dict[str, Callable[[str], Any]] = {}
     for name, possible, missing, values in zip(names, kinds, has_missing, has_values, strict=True):
-        # pandas has no missing integer; a column without any value is text.
-        if missing:
-            possible = tuple(kind for kind in possible if kind is not _read_int)
-        types[name] = possible[0] if possible and values else str
+        # A column without any value is text.
+        types[name] = convert = possible[0] if possible and values else str
+        if missing and convert is _read_signed:
+            types[name] = _read_float  # pandas has no missing integer
+        elif convert is int or (missing and convert is _read_unsigned):
+            types[name] = str  # whole numbers that none of pandas' types holds
     return types
 
 
@@ -88,21 +91,39 @@ def _can_read(kind: Callable[[str], Any], text: str) -> bool:
     return "_" not in text and text.isascii()
 
 
-def _read_int(text: str) -> int:
+def _read_int(text: str, lowest: int, highest: int) -> int:
     number = int(text)
-    if not -(2**63) <= number < 2**64:
+    if not lowest <= number <= highest:
         raise ValueError(text)
     return number
 
 
+def _read_signed(text: str) -> int:
+    return _read_int(text, -(2**63), 2**63 - 1)
+
+
+def _read_unsigned(text: str) -> int:
+    return _read_int(text, 0, 2**64 - 1)
+
+
 def _read_float(text: str) -> float:
     if text.strip().lstrip("+-").isdigit():
-        _read_int(text)  # a float would drop digits of a longer number
-    return float(text)
+        _read_int(text, -(2**63), 2**64 - 1)  # a float would drop digits of a longer number
+    number = float(text)
+    if math.isnan(number):  # pandas' own spellings of it are in _MISSING
+        raise ValueError(text)
+    return number
+
+
+def _read_truth(text: str) -> bool:
+    return _TRUTH[text.lower()]
 
 
 # What a column may hold besides text, the narrowest first.
-_KINDS: tuple[Callable[[str], Any], ...] = (_read_int, _read_float, _TRUTH.__getitem__)
+_KINDS: tuple[Callable[[str], Any], ...] = (
+    *(_read_signed, _read_unsigned, int),
+    *(_read_float, _read_truth),
+)
 
 
 def _header(path: Path) -> list[str]:

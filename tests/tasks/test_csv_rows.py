@@ -36,6 +36,12 @@ TEXTS = [
     ",Unnamed: 0,a\n0,0,x\n",
     ",Unnamed: 0.1,Unnamed: 0,a\n0,0,0,x\n",
     "\n\na,b\n1,x\n",
+    # No type of whole numbers has both.
+    "a\n-1\n9223372036854775808\n",
+    "a\n1.5\n9223372036854775808\n",
+    "a\ntRUE\nFalse\n",
+    "a\nNAN\n1\n",
+    "a\n nan\n1\n",
 ]
 
 
@@ -57,6 +63,11 @@ def test_values_are_those_of_datasets(tmp_path, text, suffix):
 def test_a_number_that_a_float_would_cut_is_text(tmp_path):
     (tmp_path / "train.csv").write_text("id\n99999999999999999999999\n1\n")
     assert next(rows.read_rows(tmp_path / "train.csv")) == {"id": "99999999999999999999999"}
+    (tmp_path / "train.csv").write_text("id,n\n9223372036854775809,1\nNA,2\n")
+    assert [row["id"] for row in rows.read_rows(tmp_path / "train.csv")] == [
+        "9223372036854775809",
+        None,
+    ]
 
 
 def test_a_row_is_found_by_the_line_it_ends_on(tmp_path):

@@ -8,6 +8,7 @@ import lzma
 from pathlib import Path
 
 import pyarrow
+import pyarrow.feather
 import pyarrow.ipc
 import pyarrow.parquet
 import pytest
@@ -354,6 +355,37 @@ def test_two_columns_of_one_name_are_refused(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_arrays(columns, ["text", "text"]), path)
     with pytest.raises(UserError, match="two columns 'text'"):
         list(rows.read_rows(path))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pyarrow.array([10**8], pyarrow.date32()),
+        pyarrow.array([10**15], pyarrow.timestamp("ms")),
+        pyarrow.array([0], pyarrow.timestamp("ms", "Nowhere/None")),
+        pyarrow.array([b"\xff"]).view(pyarrow.string()),
+    ],
+    ids=["date", "time", "zone", "text"],
+)
+@pytest.mark.parametrize("name", ["train.parquet", "train.arrow"])
+def test_a_column_whose_values_python_lacks_is_named(tmp_path, values, name):
+    table = pyarrow.table({"text": ["a"], "of": values})
+    write = pyarrow.parquet.write_table if "parquet" in name else pyarrow.feather.write_feather
+    write(table, str(tmp_path / name))
+    with pytest.raises(UserError, match="Column 'of' has") as error:
+        list(rows.read_rows(tmp_path / name))
+    assert error.value.where == f"{tmp_path / name}, rows 1 to 1"
+
+
+def test_parquet_with_a_damaged_page_is_named(tmp_path):
+    path = tmp_path / "train.parquet"
+    table = pyarrow.table({"text": [str(number) for number in range(100)]})
+    pyarrow.parquet.write_table(table, path, compression="none", use_dictionary=False)
+    content = path.read_bytes()
+    path.write_bytes(content[:10] + b"\xff" * 50 + content[60:])
+    with pytest.raises(UserError, match="The file is damaged") as error:
+        list(rows.read_rows(path))
+    assert error.value.where == str(path)
 
 
 def test_a_split_in_two_formats_with_other_rows_is_refused(tmp_path):
