@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import os
 import re
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+
+def parse_json(content: bytes) -> Any:
+    """The value of a JSON text in UTF-8, with or without a byte-order mark.
+
+    Raises:
+      ValueError: If it is none; the message says why.
+    """
+    try:
+        return json.loads(content.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        fault = "it is UTF-16; save it as UTF-8" if is_utf16 else json_fault(error)
+        raise ValueError(fault) from error
 
 
 def json_fault(error: ValueError | RecursionError) -> str:

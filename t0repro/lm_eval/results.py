@@ -23,6 +23,7 @@ import hashlib
 import json
 import os
 import re
+import reprlib
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -37,6 +38,7 @@ from t0repro.storage.disk import atomic_directory
 from t0repro.storage.names import check_is_name
 from t0repro.tasks.registry import task_descriptions
 from t0repro.tasks.task import SCORE_EVAL_SUFFIX, TaskDescription
+from t0repro.words import parse_json
 
 # Evaluations import JAX, which takes seconds that exporting tasks does without.
 if TYPE_CHECKING:
@@ -70,16 +72,17 @@ def import_results(results: str | os.PathLike[str], folder: Path) -> tuple[Path,
     from t0repro.evaluation.evaluation_facts import EVALUATION_FACTS
 
     path = _latest(Path(results))
-    found = _json(path.read_text(encoding="utf-8-sig"), str(path))
+    found = _json(path.read_bytes(), str(path))
     date = path.stem.removeprefix("results_")
-    configs = found.get("configs") or {}
+    configs = _table(found, "configs", path)
     ranked, left_out = [], {}
-    for task, config in configs.items():
+    for task in configs:
         check_is_name(task, "task", str(path))
-        if config.get("output_type") == "multiple_choice":
+        output_type = _table(configs, task, path).get("output_type")
+        if output_type == "multiple_choice":
             ranked.append(task)
         else:
-            left_out[task] = f"its output_type is {config.get('output_type')}"
+            left_out[task] = f"its output_type is {output_type}"
     if not ranked:
         raise UserError("No task in these results ranks choices.", where=str(path), fix=_RUN_AGAIN)
     # The harness evaluates the test split of a task that has one.
@@ -94,10 +97,10 @@ def import_results(results: str | os.PathLike[str], folder: Path) -> tuple[Path,
     with atomic_directory(eval_dir) as staged:
         for task in ranked:
             samples = path.with_name(f"samples_{task}_{date}.jsonl")
-            expected = found.get("n-samples", {}).get(task)
+            expected = _table(found, "n-samples", path).get(task)
             if isinstance(expected, Mapping):
                 expected = expected.get("effective")
-            metrics = found.get("results", {}).get(task, {})
+            metrics = _table(_table(found, "results", path), task, path)
             try:
                 _import_task(task, samples, expected, metrics, staged)
             except UnusableSamplesError as error:
@@ -123,7 +126,7 @@ def _remove_import(eval_dir: Path) -> None:
     if not eval_dir.exists():
         return
     facts = eval_dir / EVALUATION_FACTS
-    known = _json(facts.read_text(encoding="utf-8"), str(facts)) if facts.is_file() else {}
+    known = _json(facts.read_bytes(), str(facts)) if facts.is_file() else {}
     # Only an import names the file of its results.
     if "results" not in (known.get("data") or {}):
         raise UserError(
@@ -196,7 +199,7 @@ def _import_task(
     for name, value in metrics.items():
         if name.partition(",")[0] != "acc":
             continue
-        if not isinstance(value, int | float) or not abs(value - accuracy) <= 1e-6:
+        if not isinstance(value, int | float) or not accuracy - 1e-6 <= value <= accuracy + 1e-6:
             raise UnusableSamplesError(
                 f"its scores give {name} = {accuracy:g}, and its results say {value}"
             )
@@ -369,16 +372,16 @@ def _atomic_file(path: Path) -> Iterator[LineFile]:
 
 
 def _lines(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
-    with open(path, encoding="utf-8-sig", newline="\n") as file:
+    with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             where = f"{path}:{number}"
             if line.strip():  # an editor may leave an empty one at the end
                 yield _json(line, where), where
 
 
-def _json(text: str, where: str) -> dict[str, Any]:
+def _json(content: bytes, where: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        found = parse_json(content)
     except ValueError as error:
         raise UserError(f"This is not JSON: {error}", where=where, fix=_RUN_AGAIN) from error
     if not isinstance(found, dict):
@@ -386,8 +389,20 @@ def _json(text: str, where: str) -> dict[str, Any]:
     return found
 
 
+def _table(found: Mapping[str, Any], key: str, path: Path) -> dict[str, Any]:
+    """A table in a file of results; empty if it is missing or null."""
+    table = {} if found.get(key) is None else found[key]
+    if not isinstance(table, dict):
+        raise UserError(
+            f"{key} is {reprlib.repr(table)}, not a table of names and values.",
+            where=str(path),
+            fix=_RUN_AGAIN,
+        )
+    return table
+
+
 def _facts(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    config = found.get("config", {})
+    config = _table(found, "config", path)
     arguments, digest = config.get("model_args"), config.get("model_sha")
     named = arguments if isinstance(arguments, Mapping) else {}
     versions = {

@@ -11,7 +11,14 @@ from pathlib import Path
 from t0repro.errors import UserError, nearest_names
 from t0repro.event_files import MARK, read_scalars
 from t0repro.progress import say
-from t0repro.reports.losses import LOSS, MAX_CURVE_POINTS, metric_rows, thin
+from t0repro.reports.losses import (
+    LOSS,
+    MAX_CURVE_POINTS,
+    metric_rows,
+    number_of,
+    step_of,
+    thin,
+)
 from t0repro.reports.page import Column, Page, Section
 from t0repro.reports.plots import curves_plot
 from t0repro.reports.training_runs import folders_with
@@ -97,7 +104,7 @@ def read_curves(folders: Sequence[Path], metric: str | None = None) -> tuple[str
                 curves[folder, place], titles[folder, place] = points, title
     if not curves:
         raise UserError(
-            f"No run has the metric {metric!r}.",
+            f"No run has a finite value of {metric!r}.",
             where="--metric",
             fix=f"Nearest: {nearest_names(metric, known, count=5)}.",
         )
@@ -183,24 +190,22 @@ def _read_lines(folder: Path) -> _Found:
     found = _nothing_found()
     # In writing order: after a restart, a step's later line replaces the earlier one.
     for row in metric_rows(folder / METRICS_FILE):
-        place, step = str(row.get("split", _TRAIN)), row.get("step")
-        # pandas writes whole numbers so, if a line lacked the field.
-        if isinstance(step, float) and step.is_integer():
-            step = int(step)
-        if not isinstance(step, int):
+        place, step = str(row.get("split", _TRAIN)), step_of(row)
+        if step is None:
             continue
         # An evaluation has a line for each task.
         if "task" in row:
             place += f"/{row['task']}"
-        for name, value in row.items():
-            if name != "step" and isinstance(value, int | float):
-                found[name][place][step] = float(value)
-                # A rank evaluation's name, <task>/<metric>.
-                task, slash, metric = name.rpartition("/")
-                if slash and place == _EVAL_SPLIT:
-                    found[_EVAL + metric][f"{place}/{task}"][step] = float(value)
-        if "neg_log_perplexity" in row:  # the mean over target tokens, of an evaluation
-            found[LOSS_PER_TOKEN][place][step] = -float(row["neg_log_perplexity"])
+        for name, field in row.items():
+            if name == "step" or (value := number_of(field)) is None:
+                continue
+            found[name][place][step] = value
+            if name == "neg_log_perplexity":  # the mean over target tokens, of an evaluation
+                found[LOSS_PER_TOKEN][place][step] = -value
+            # A rank evaluation's name, <task>/<metric>.
+            task, slash, metric = name.rpartition("/")
+            if slash and place == _EVAL_SPLIT:
+                found[_EVAL + metric][f"{place}/{task}"][step] = value
     return found
 
 
@@ -210,10 +215,10 @@ def _read_evaluation(folder: Path) -> _Found:
     for path in folder.rglob(f"*{_OF_TASK}"):
         task = path.relative_to(folder).as_posix().removesuffix(_OF_TASK)
         for row in metric_rows(path):
-            for name, value in row.items():
-                if isinstance(row.get("step"), int) and isinstance(value, int | float):
-                    found[_EVAL + name][task][row["step"]] = float(value)
-    found.pop(f"{_EVAL}step", None)
+            step = step_of(row)
+            for name, field in row.items():
+                if name != "step" and step is not None and (value := number_of(field)) is not None:
+                    found[_EVAL + name][task][step] = value
     return found
 
 

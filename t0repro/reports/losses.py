@@ -6,17 +6,16 @@ The difference between two losses is relative to the first run's.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from t0repro.errors import UserError
 from t0repro.training.metrics import LOSS_PER_TOKEN, OWN_UNIT
-from t0repro.words import counted
+from t0repro.words import counted, parse_json
 
 MAX_CURVE_POINTS = 1000
 MAX_ROWS = 40
@@ -94,22 +93,37 @@ def metric_rows(metrics: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
             where=str(path),
             fix="Training writes metrics.jsonl into its model_dir; name that file.",
         )
-    # splitlines would hide whether the last line ends in a line feed.
-    lines = path.read_text(encoding="utf-8").split("\n")
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            if number == len(lines):  # no line feed after it: the writer was killed in the middle
+            record = parse_json(line)
+        except ValueError as error:
+            if not line.endswith((b"\n", b"\r")):  # the writer was killed in the middle
                 break
             raise UserError(
-                f"This line is not JSON ({error.msg}).", where=f"{path}:{number}", fix=_LINE
+                f"This line is not JSON ({error}).", where=f"{path}:{number}", fix=_LINE
             ) from error
         if not isinstance(record, dict):
             raise UserError("This line is not a JSON object.", where=f"{path}:{number}", fix=_LINE)
         yield record
+
+
+def step_of(row: Mapping[str, Any]) -> int | None:
+    """The step of a line of metrics; None if it has none."""
+    step = row.get("step")
+    # pandas writes whole numbers so, if a line lacked the field.
+    if isinstance(step, float) and step.is_integer():
+        return int(step)
+    return step if isinstance(step, int) else None
+
+
+def number_of(value: Any) -> float | None:
+    """A value in a line of metrics as a float; None if it is not a number."""
+    try:
+        return float(value) if isinstance(value, int | float) else None
+    except OverflowError:
+        return math.inf
 
 
 def read_losses(metrics: str | os.PathLike[str], name: str = "loss") -> dict[int, float]:
@@ -123,15 +137,23 @@ def read_losses(metrics: str | os.PathLike[str], name: str = "loss") -> dict[int
     Lines of evaluations or without a loss are skipped.
 
     Raises:
-      UserError: if no line has a training loss, or as metric_rows does.
+      UserError: if no line has a training loss, one is not a number, or as metric_rows does.
     """
     rows = list(metric_rows(metrics))
-    losses = {
-        int(row["step"]): float(row[name])
-        for row in rows
+    losses: dict[int, float] = {}
+    for row in rows:
+        if row.get("split") != "train" or row.get(name) is None:
+            continue
         # Keep NaN and infinity here: each caller decides what such a loss means.
-        if row.get("split") == "train" and row.get(name) is not None
-    }
+        step, loss = step_of(row), number_of(row[name])
+        if step is None or loss is None:
+            raise UserError(
+                f"A line of training has step {row.get('step')!r} and {name} {row[name]!r}, which"
+                " are not both numbers.",
+                where=str(metrics),
+                fix=_LINE,
+            )
+        losses[step] = loss
     if not losses:
         lines = f"none of its {counted(len(rows), 'line')} has one" if rows else "it is empty"
         raise UserError(

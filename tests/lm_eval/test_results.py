@@ -244,6 +244,26 @@ def test_a_byte_order_mark_is_no_part_of_results_and_samples(tmp_path):
     assert not import_results(results, tmp_path / "out")[1]
 
 
+@pytest.mark.parametrize("key", ["results", "configs", "n-samples", "config", TASK])
+def test_what_is_no_table_is_named(results, tmp_path, key):
+    path = next(results.glob("results_*.json"))
+    content = json.loads(path.read_text())
+    holder = content["configs"] if key == TASK else content
+    holder[key] = "x"
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=f"{key} is 'x', not a table") as error:
+        import_results(results, tmp_path / "out")
+    assert error.value.where == str(path)
+
+
+@pytest.mark.parametrize("pattern", ["results_*.json", "samples_*.jsonl"])
+def test_results_in_utf_16_are_named(results, tmp_path, pattern):
+    for path in [*results.glob(pattern)]:
+        path.write_bytes(path.read_text().encode("utf-16"))
+    with pytest.raises(UserError, match="UTF-16; save it as UTF-8"):
+        import_results(results, tmp_path / "out")
+
+
 def test_a_count_of_samples_may_be_a_number(tmp_path):
     results = write_results(tmp_path / "results", {"plain": PLAIN})
     path = results / "results_2026.json"

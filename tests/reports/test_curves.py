@@ -236,3 +236,12 @@ def test_steps_that_another_program_wrote_as_floats_are_read(tmp_path):
     lines = '{"step": 1.0, "lr": 3.0}\n{"step": 2.0, "lr": 2.0}\n{"step": 2.5, "lr": 9.0}\n'
     (tmp_path / "metrics.jsonl").write_text(lines)
     assert [*read_panels([tmp_path], "lr")["lr"].values()] == [[(1, 3.0), (2, 2.0)]]
+
+
+def test_what_is_no_number_is_not_drawn(tmp_path):
+    lines = ['"neg_log_perplexity": null', '"neg_log_perplexity": -2.5, "note": "x"']
+    rows = [f'{{"split": "a", "step": {at}, {line}}}' for at, line in enumerate(lines)]
+    huge = f'{{"split": "a", "step": 2, "neg_log_perplexity": {"9" * 400}}}'
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*rows, huge]) + "\n")
+    panels = read_panels([tmp_path], "neg_log_perplexity")
+    assert [*panels["neg_log_perplexity"].values()] == [[(1, -2.5)]]

@@ -69,6 +69,32 @@ def test_unusable_losses_are_a_users_mistake(tmp_path):
         compare_losses(a, broken)
 
 
+def test_losses_are_read_as_other_programs_save_the_file(tmp_path):
+    path = write_metrics(tmp_path / "metrics.jsonl", {1: 4.0, 2: 3.0})
+    lines = path.read_text()
+    for content in (
+        b"\xef\xbb\xbf" + lines.encode(),
+        lines.replace("\n", "\r\n").encode(),
+        lines.encode() + '{"split": "é'.encode()[:-1],  # killed in the middle of a letter
+    ):
+        path.write_bytes(content)
+        assert read_losses(path) == {1: 4.0, 2: 3.0}
+    path.write_bytes(lines.encode("utf-16"))
+    with pytest.raises(UserError, match="UTF-16; save it as UTF-8") as error:
+        read_losses(path)
+    assert error.value.where == f"{path}:1"
+
+
+@pytest.mark.parametrize(
+    ("step", "loss"), [("null", "1"), ("1.5", "1"), ("NaN", "1"), ("1", '"NaN"'), ("1", "[2]")]
+)
+def test_a_training_line_without_numbers_is_named(tmp_path, step, loss):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"split": "train", "step": {step}, "loss": {loss}}}\n')
+    with pytest.raises(UserError, match="not both numbers"):
+        read_losses(path)
+
+
 def test_a_curve_is_per_target_token_where_every_step_has_that(tmp_path):
     path = tmp_path / "metrics.jsonl"
     lines = [{"split": "train", "step": step, "loss": 0.2 * step} for step in (1, 2)]
