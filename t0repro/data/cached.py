@@ -114,7 +114,8 @@ class CachedBatches(MixedBatches):
 
     def _epochs(self, task: str, seed: int, shard: int) -> Iterator[Iterator[Example]]:
         """Each epoch's examples; if shuffled, their files come in random order."""
-        files, select = split_by_shard(self._paths[task], self._split, shard, self.num_shards)
+        folder = self._paths[task]
+        files, select = split_by_shard(folder, self._split, shard, self.num_shards)
         order, seeds = files, ShuffleSeeds(seed)
         for epoch in itertools.count():
             # SeqIO keeps a small task in memory from its first epoch on, so its files are shuffled
@@ -123,7 +124,7 @@ class CachedBatches(MixedBatches):
                 epoch == 0 or self._counts[task] >= KEPT_IN_MEMORY * self.num_shards
             ):
                 order = [*shuffle_like_tf(iter(files), len(files), seeds)]
-            yield (integers(record, FEATURES) for record in select(read_in_turns(order)))
+            yield (integers(record, FEATURES, folder) for record in select(read_in_turns(order)))
 
 
 def count_examples(folder: Path, split: str) -> int:
@@ -170,7 +171,7 @@ def _ends_in_eos(folder: Path, split: str) -> bool:
     if (folder / PROVENANCE).is_file():
         return True  # in its own vocabulary, since `t0repro cache` wrote it
     records = read_in_turns([folder / name for name in shards_of(folder, split)])
-    targets = integers(next(records), FEATURES)["targets"]
+    targets = integers(next(records), FEATURES, folder)["targets"]
     return bool(targets.size and targets[-1] == _EOS)
 
 

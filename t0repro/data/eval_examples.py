@@ -168,7 +168,15 @@ def read_cached_examples(
                 where=str(folder),
                 fix="Cache the task again, or copy all of the cache's files of one version.",
             )
-        yield {name: _value(values.get(name, ()), info[name]) for name in info}
+        try:
+            example = {name: _value(values.get(name, ()), info[name]) for name in info}
+        except (ValueError, OverflowError) as error:
+            raise UserError(
+                f"A cached example is not of the types that info.{split}.json lists: {error}.",
+                where=str(folder),
+                fix="Cache the task again, or copy all of the cache's files of one version.",
+            ) from error
+        yield example
 
 
 def _value(values: Sequence[Any], info: Mapping[str, Any]) -> Any:

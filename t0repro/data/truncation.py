@@ -85,7 +85,7 @@ def _examples(
     if _reads_cache(task, use_cached):
         folder = Path(task.cache_dir)
         for record in read_in_turns([folder / name for name in shards_of(folder, split)]):
-            yield integers(record, FEATURES)
+            yield integers(record, FEATURES, folder)
     elif described is not None and described.sp_model is not None:
         # Only the rows that are needed, since blocks of them are tokenized together.
         yield from prompted_examples(

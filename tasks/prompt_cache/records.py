@@ -250,16 +250,31 @@ def _values(feature: Any) -> list[Any]:
     return next((list(each.value) for each in lists if each.value), [])
 
 
-def integers(record: bytes, names: Sequence[str]) -> dict[str, np.ndarray]:
+def integers(record: bytes, names: Sequence[str], folder: Path) -> dict[str, np.ndarray]:
     """The named integer features of a serialized Example: int32 [length] each.
 
+    Args:
+      record: The example.
+      names: The features.
+      folder: The cache that it is of, for a message.
+
     Raises:
-      KeyError: If a feature is missing.
+      UserError: If a feature is missing, or holds anything else than such integers.
       google.protobuf.message.DecodeError: If the record is not an Example.
     """
-    features = _example_message().FromString(record).features.feature
-    values = {entry.key: entry.value.int64_list.value for entry in features}
-    return {name: np.array(values[name], np.int32) for name in names}
+    entries = _example_message().FromString(record).features.feature
+    found = {entry.key: entry.value for entry in entries}
+    with contextlib.suppress(KeyError, OverflowError):
+        values = {name: found[name].int64_list.value for name in names}
+        # Without integers, a feature must be empty, not of texts or floats.
+        if all(values[name] or not _values(found[name]) for name in names):
+            return {name: np.array(values[name], np.int32) for name in names}
+    raise UserError(
+        f"A cached example does not have {' and '.join(names)} as integers of 32 bits; its"
+        f" features are {', '.join(found) or 'none'}.",
+        where=str(folder),
+        fix="Cache the task again, with its tokenizer before SeqIO's CacheDatasetPlaceholder.",
+    )
 
 
 @functools.cache

@@ -128,6 +128,24 @@ def test_a_cache_without_tokens_is_refused_and_not_trained_on_as_padding(tmp_pat
     assert caught.value.where == str(tmp_path / "info.train.json")
 
 
+@pytest.mark.parametrize("targets", ["missing", "texts", "floats", "long"])
+def test_an_example_without_tokens_is_refused_and_not_trained_on_as_padding(tmp_path, targets):
+    import tensorflow as tf
+
+    held = {
+        "texts": tf.train.Feature(bytes_list=tf.train.BytesList(value=[b"yes"])),
+        "floats": tf.train.Feature(float_list=tf.train.FloatList(value=[5.0])),
+        "long": tf.train.Feature(int64_list=tf.train.Int64List(value=[2**40])),
+    }
+    tokens = {"inputs": tf.train.Feature(int64_list=tf.train.Int64List(value=[5, 1]))}
+    if targets in held:
+        tokens["targets"] = held[targets]
+    write_records(tmp_path, [tf.train.Example(features=tf.train.Features(feature=tokens))] * 2)
+    with pytest.raises(UserError, match="does not have inputs and targets as integers") as caught:
+        next(CachedBatches([tmp_path], {"inputs": 8, "targets": 8}, 2).open(0, None))
+    assert caught.value.where == str(tmp_path)
+
+
 def assert_equal(ours, theirs):
     assert len(ours) == len(theirs) > 0
     for one, other in zip(ours, theirs, strict=True):

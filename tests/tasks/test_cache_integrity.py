@@ -145,6 +145,15 @@ def test_a_feature_that_no_record_has_is_named(cache):
         next(read_cached_examples(cache, SPLIT))
 
 
+def test_a_feature_of_another_type_than_the_records_is_named(cache):
+    path = cache / f"info.{SPLIT}.json"
+    info = json.loads(path.read_text())
+    info["features"]["inputs_pretokenized"] = {"dtype": "int32", "shape": [None]}
+    path.write_text(json.dumps(info))
+    with pytest.raises(UserError, match="not of the types that info.validation.json lists"):
+        next(read_cached_examples(cache, SPLIT))
+
+
 def _by_seqio():
     return seqio.get_mixture_or_task(NAME).get_dataset(None, SPLIT, use_cached=True)
 
