@@ -119,8 +119,19 @@ class ShardedReader:
         return self.shards[-1].place(index)
 
     def class_names(self) -> Mapping[str, Sequence[str]]:
-        """Column -> names of its classes, as the first file has them."""
-        return self.shards[0].class_names()
+        """Column -> names of its classes, which no file may give another order."""
+        first, *others = self.shards
+        names = first.class_names()
+        for shard in others:
+            for column, own in shard.class_names().items():
+                if own != names.get(column, own):
+                    raise UserError(
+                        f"The classes of {column!r} are {names[column]} in {first.path.name}, and"
+                        f" {own} in {shard.path.name}.",
+                        where=str(self.path),
+                        fix="Write the files of a split again, with one order of its classes.",
+                    )
+        return names
 
     def origin(self) -> dict[str, Any]:
         """The folder; of all files their size in bytes, and a SHA-256 of their SHA-256s."""
@@ -238,7 +249,14 @@ def _missing_rows_error(
             f"If {like[0]} is the split, unpack it or give it the ending of its format: .jsonl,"
             " .parquet, .arrow, .csv or .tsv. If it is a link, put its file back."
         )
-    if entry is not None and not like:
+    elif saved := [
+        f"If {place} is the split, as save_to_disk wrote it, move its files to {folder / split}."
+        for folder in named
+        for place in (folder, folder.parent)
+        if rows.is_saved_split(place)
+    ]:
+        fix = saved[0]
+    elif entry is not None:
         fix = (
             how_to_ask(dataset, subset, split, folders[0])
             if entry.hub is None

@@ -22,7 +22,8 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", *_ARROW, *DELIMITERS)
 # As the hub names the files of a split in several.
 _SHARD = re.compile(r"(?P<split>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
 # What `datasets` writes beside rows.
-_NO_ROWS = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
+_STATE = "state.json"  # in the folder of a split, lists its files
+_NO_ROWS = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", _STATE)
 # How files begin that are no text, whatever they are named.
 _BEGINNINGS = {
     b"PK\3\4": "a zip archive or a workbook",
@@ -55,6 +56,11 @@ def dataset_folder(root: Path, dataset: str, subset: str | None) -> Path:
         return folder
     there = (folder / name for name in _ONLY_SUBSET)
     return next((each for each in there if each.is_dir()), folder / "default")
+
+
+def is_saved_split(folder: Path) -> bool:
+    """Whether `save_to_disk` wrote a folder from one split."""
+    return (folder / _STATE).is_file()
 
 
 def splits_on_disk(folder: Path) -> list[str]:
@@ -151,16 +157,17 @@ def _list_visible(folder: Path) -> list[Path]:
 
 
 def _list_saved(folder: Path) -> list[Path]:
-    """What is in a split's folder; in one of `save_to_disk`'s, the files that it names.
+    """What is in a split's folder; in one of `save_to_disk`'s, the files that it names, in order.
 
     `map` and `filter` leave their results beside those, cache-<hash>.arrow.
     """
-    paths, state = _list_visible(folder), folder / "state.json"
+    paths = {path.name: path for path in _list_visible(folder)}
+    state = folder / _STATE
     if not state.is_file():
-        return paths
+        return [*paths.values()]
     try:
         content = json.loads(state.read_bytes())
-        named = {file["filename"] for file in content["_data_files"]}
+        named = [str(file["filename"]) for file in content["_data_files"]]
     except (ValueError, LookupError, TypeError):
         raise UserError(
             "The file does not list the files of a dataset.",
@@ -173,7 +180,13 @@ def _list_saved(folder: Path) -> list[Path]:
             where=str(state),
             fix="In the `datasets` that saved it, call flatten_indices() and save_to_disk again.",
         )
-    return [path for path in paths if path.name in named]
+    if missing := [name for name in named if name not in paths]:
+        raise UserError(
+            f"The folder lacks {some(missing)}, of the {len(named)} files of its dataset.",
+            where=str(state),
+            fix="Copy all of them there too.",
+        )
+    return [paths[name] for name in named]
 
 
 def read_rows(path: Path, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:

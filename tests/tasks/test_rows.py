@@ -176,6 +176,11 @@ def test_a_folder_of_save_to_disk_whose_list_of_files_is_damaged_is_named(tmp_pa
         with pytest.raises(UserError, match="does not list") as caught:
             find_reader(tmp_path, "super_glue", "rte", "train")
         assert caught.value.where == str(state)
+    state.write_text(
+        '{"_data_files": [{"filename": "data-00000-of-00001.arrow"}, {"filename": 1}]}'
+    )
+    with pytest.raises(UserError, match="The folder lacks 1, of the 2 files"):
+        find_reader(tmp_path, "super_glue", "rte", "train")
     indices = {"_data_files": [], "_indices_data_files": [{"filename": "indices.arrow"}]}
     state.write_text(json.dumps(indices))
     with pytest.raises(UserError, match="a selection of the rows"):
@@ -266,6 +271,43 @@ def test_a_file_that_cannot_be_unpacked_is_named(tmp_path):
         with pytest.raises(UserError, match="cannot be unpacked") as caught:
             list(rows.read_rows(path))
         assert caught.value.where == str(path)
+
+
+def test_saved_files_are_read_in_the_order_of_their_list(tmp_path):
+    # As versions 1 of `datasets` copied the files of datasets that were put together.
+    for name, part in (("b", ROWS[:3]), ("a", ROWS[3:])):
+        write_rows(tmp_path / f"imdb/default/train/{name}.arrow", part)
+    state = {"_data_files": [{"filename": "b.arrow"}, {"filename": "a.arrow"}]}
+    (tmp_path / "imdb/default/train/state.json").write_text(json.dumps(state))
+    assert list(find_reader(tmp_path, "imdb", None, "train").read()) == ROWS
+
+
+@pytest.mark.parametrize("place", ["imdb", "imdb/default"])
+def test_a_split_that_save_to_disk_wrote_without_its_folder_is_named(tmp_path, place):
+    write_rows(tmp_path / place / "data-00000-of-00001.arrow", ROWS)
+    (tmp_path / place / "state.json").write_text("{}")
+    with pytest.raises(UserError, match="as save_to_disk wrote it") as caught:
+        find_reader(tmp_path, "imdb", None, "train")
+    assert str(tmp_path / "imdb/default/train") in caught.value.fix
+
+
+def write_classes(path, names):
+    """Writes rows whose column `label` has classes of these names."""
+    features = {"label": {"names": names, "_type": "ClassLabel"}}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pyarrow.Table.from_pylist(ROWS).replace_schema_metadata(metadata)
+    pyarrow.parquet.write_table(table, path)
+
+
+def test_files_of_a_split_that_name_other_classes_are_refused(tmp_path):
+    for at, names in enumerate([["no", "yes"], ["yes", "no"]]):
+        write_classes(tmp_path / f"imdb/default/train-0000{at}-of-00002.parquet", names)
+    with pytest.raises(UserError, match="The classes of 'label' are"):
+        find_reader(tmp_path, "imdb", None, "train").class_names()
+    write_classes(tmp_path / "imdb/default/train-00000-of-00002.parquet", ["yes", "no"])
+    reader = find_reader(tmp_path, "imdb", None, "train")
+    assert reader.class_names() == {"label": ["yes", "no"]}
 
 
 def test_class_names_of_saved_arrow_files_are_read(tmp_path):
