@@ -37,7 +37,7 @@ from t0repro import yaml_files
 from t0repro.errors import UserError, nearest_names
 from t0repro.tasks.prompt_environment import TemplateFailure
 from t0repro.tasks.sandbox import check_jinja
-from t0repro.tasks.templates import make_template, task_name
+from t0repro.tasks.templates import make_template, task_name, truncate_variables
 
 SEPARATOR = "|||"
 LONGEST_NAME = 200
@@ -246,8 +246,8 @@ def _template(path: Path, key: str, entry: Any, entries: _Mapping) -> Any:
     name = _text(entry, "name", where)
     field, choices = _choices(entry, where)
     jinja = _text(entry, "jinja", where)
-    for each, text in (("jinja", jinja), (field, choices or "")):
-        _check_jinja(text, each, f"{path}, line {entry.line_of(each)}, template {name!r}")
+    _check_body(jinja, f"{path}, line {entry.line_of('jinja')}, template {name!r}")
+    _check_jinja(choices or "", field, f"{path}, line {entry.line_of(field)}, template {name!r}")
     if SEPARATOR not in jinja:
         raise UserError(
             f"Template {name!r} has no target: its jinja has no {SEPARATOR}.",
@@ -330,6 +330,18 @@ def _metadata(template: _Mapping, where: str) -> dict[str, Any]:
 
 def _is_texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _check_body(jinja: str, where: str) -> None:
+    try:
+        check_jinja(truncate_variables(jinja))
+    except (jinja2.TemplateError, TemplateFailure):
+        _check_jinja(jinja, "jinja", where)
+        raise UserError(
+            "promptsource puts a filter before every }} of the jinja, which is not valid then.",
+            where=where,
+            fix="Write }} rather than -}}, and {%- or {{- where the next one begins.",
+        ) from None
 
 
 def _check_jinja(text: str, field: str, where: str) -> None:

@@ -113,6 +113,11 @@ def is_own(template: Any) -> bool:
     return getattr(template, "own", False)
 
 
+def truncate_variables(jinja: str) -> str:
+    """A template whose variables are cut to 2,048 characters; promptsource also edits the text."""
+    return jinja.replace("}}", f" | string | truncate({_promptsource().TEXT_VAR_LENGTH}) }}}}")
+
+
 class CompiledTemplate:
     """A template compiled once; constant answer choices are also rendered only once.
 
@@ -137,9 +142,7 @@ class CompiledTemplate:
         self._environment = environment or module.env
         # Replaces `|||` in the data while the two halves are split.
         self._escaped = module.Template.pipe_protector
-        # promptsource also truncates variables by editing the template's text.
-        end = f" | string | truncate({module.TEXT_VAR_LENGTH}) }}}}" if cut else "}}"
-        self._body = self._compile(template.jinja.replace("}}", end))
+        self._body = self._compile(truncate_variables(template.jinja) if cut else template.jinja)
         self._choices: Callable[[dict[str, Any]], list[str] | None] = lambda fields: None
         if template.answer_choices is not None:
             choices = self._compile(template.answer_choices)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import jinja2
 import pytest
 import yaml
 
@@ -181,3 +182,13 @@ def test_a_prompt_without_quotes_is_told_that_it_needs_them(tmp_path):
     with pytest.raises(UserError, match="braces .*needs quotes") as caught:
         read_template_file(path)
     assert caught.value.where == f"{path}, line 5"
+
+
+@pytest.mark.parametrize("body", ["{{- text -}} ?", "{% if text %}{{ text -}} {% endif %}"])
+def test_a_prompt_that_promptsources_filter_breaks_is_told_so(tmp_path, body):
+    path = write_jinja(tmp_path / "templates.yaml", f'"{body} ||| yes"')
+    with pytest.raises(UserError, match="a filter before every }}") as caught:
+        read_template_file(path)
+    assert caught.value.where.startswith(f"{path}, line 5")
+    with pytest.raises(jinja2.TemplateSyntaxError):
+        by_promptsource(path).apply(ROW)
