@@ -170,7 +170,7 @@ def read_cached_examples(
             )
         try:
             example = {name: _value(values.get(name, ()), info[name]) for name in info}
-        except (ValueError, OverflowError) as error:
+        except (ValueError, TypeError, OverflowError) as error:
             raise UserError(
                 f"A cached example is not of the types that info.{split}.json lists: {error}.",
                 where=str(folder),
