@@ -39,6 +39,7 @@ from t0repro.converters.sources import (
     find_checkpoint,
     fingerprint,
     has_slots,
+    list_checkpoints,
     open_checkpoint,
 )
 from t0repro.converters.tensors import (
@@ -181,10 +182,26 @@ def _plan(
     slots = "none" if not has_slots(original) else "kept" if options.slots else "dropped"
     report = dataclasses.replace(
         _report(ref, target, family, conversion, slots),
-        notes=(*notes, *_list_left_behind(original), *conversion.notes),
+        notes=(
+            *notes,
+            *_list_left_behind(original),
+            *conversion.notes,
+            *_list_beside(destination.path, target),
+        ),
         merged=original.note if isinstance(original, MergedReader) else None,
     )
     return report, reader, conversion
+
+
+def _list_beside(directory: str, target: CheckpointRef) -> list[str]:
+    """A note on another checkpoint of the same step in the folder that is written into."""
+    beside = [] if storage.is_address(directory) else list_checkpoints(directory)
+    return [
+        f"{other.path}, of the same step, stays: name the one of the two that you mean, since the"
+        f" folder stands for one. `checkpoint verify` knows the new one's checksums only."
+        for other in beside
+        if other.step == target.step and other.format != target.format
+    ]
 
 
 def _plan_adapter(

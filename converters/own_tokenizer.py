@@ -60,16 +60,16 @@ def tokenizer_of(
     return {}
 
 
-def own_vocabulary(source: CheckpointRef) -> VocabularyFile | None:
+def own_vocabulary(checkpoint_folder: str) -> VocabularyFile | None:
     """The vocabulary beside a checkpoint, or in diffusers' folder beside it; None if there is none.
 
     Raises:
       UserError: If the tokenizer there has no SentencePiece model, and T5's own is another one.
     """
-    folder, name = os.path.split(storage.normal(source.folder))
+    folder, name = os.path.split(storage.normal(checkpoint_folder))
     # diffusers has text_encoder_2/ and tokenizer_2/ in a folder.
     pipeline = storage.join(folder, name.replace("text_encoder", "tokenizer"))
-    for place in dict.fromkeys((source.folder, pipeline)):
+    for place in dict.fromkeys((checkpoint_folder, pipeline)):
         names = set(storage.list_names(place)) if storage.is_directory(place) else set()
         if model := _sentencepiece_in(names):
             return VocabularyFile(storage.join(place, model))

@@ -60,7 +60,8 @@ find_python() {
 
 # ---- The extras, which setup.py names -------------------------------------------------------------------
 if [[ -z ${EXTRAS+given} && -f $kept_extras ]]; then EXTRAS=$(<"$kept_extras"); fi
-EXTRAS=${EXTRAS:-}
+# Blanks may separate them too.
+EXTRAS=$(tr ', ' '\n' <<<"${EXTRAS:-}" | sed '/^$/d' | paste -sd,)
 known=$(sed -n '/extras_require/,$s/^        "\([a-z0-9-]*\)": .*/\1/p' setup.py | tr '\n' ' ')
 for extra in ${EXTRAS//,/ }; do
   if [[ " $known" != *" $extra "* ]]; then

@@ -33,6 +33,9 @@ if [[ -z ${MIXTURE_NAME:-} ]]; then
   echo "train: MIXTURE_NAME is not set: training on the demo's, demo_train" >&2
 fi
 MIXTURE_NAME=${MIXTURE_NAME:-demo_train}
+if [[ -z ${TRAIN_STEPS:-} && "$*" != *train_steps* ]]; then
+  echo "train: TRAIN_STEPS is not set: training to step 1,500" >&2
+fi
 MODEL_GIN=${MODEL_GIN:-demo/t5.1.1.demo.gin}
 initial=()
 if [[ -n ${INIT_CHECKPOINT:-} ]]; then

@@ -29,7 +29,9 @@ class UserError(Exception):
             # Whatever is wrong with such a file, this is why.
             what = "The file is a Git LFS pointer; the content that it stands for is missing."
             where, fix = pointer, "Install git-lfs and run `git lfs pull` in the file's repository."
-        if (near := _nearest_path(where or "")) and near not in what + (fix or ""):
+        is_path = what.startswith("There is no such f")  # file or folder
+        near = _nearest_path(where or "", is_path)
+        if near and not re.search(rf"(?<!\w){re.escape(near)}(?!\w)", f"{what} {fix}"):
             fix = f"{fix or ''} Nearest: {near}.".lstrip()
         # Now, since the names that a command's reader knows are forgotten with its context.
         self.what = rename_for_reader(what)
@@ -60,11 +62,16 @@ def _lfs_pointer(where: str) -> str | None:
     return None
 
 
-def _nearest_path(where: str) -> str | None:
-    """The path most like that of an error's `where`, which names a place that does not exist."""
+def _nearest_path(where: str, is_path: bool) -> str | None:
+    """The path most like that of an error's `where`, which names a place that does not exist.
+
+    Args:
+      where: The place.
+      is_path: Whether it is known to be a path, as a word alone may be.
+    """
     # An option may stand before the path, a line after it, and a key or an argument in its place.
     path = re.sub(r":\d+$", "", re.split("[ =]", where)[-1])
-    if "://" in path or not (os.sep in path or re.search(r"[.][a-z0-9]{1,7}$", path)):
+    if "://" in path or not (is_path or os.sep in path or re.search(r"[.]\w{1,7}$", path)):
         return None
     with contextlib.suppress(OSError, ValueError):
         missing = path.rstrip(os.sep)

@@ -22,6 +22,7 @@ from t0repro.tasks.registry import (
     task_descriptions,
 )
 from t0repro.tasks.source import PromptedRows
+from t0repro.tasks.user_files import data_is
 from t0repro.words import counted
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def tasks_with_rows(tasks: Iterable[str], split: str) -> list[str]:
         raise UserError(
             f"None of {counted(len(names), 'task')} has rows of split {split!r} on this machine.",
             where=SKIP_MISSING,
-            fix="Set T0REPRO_DATA_DIR to the folder of the datasets.",
+            fix=f"Set T0REPRO_DATA_DIR to the folder of the datasets; {data_is()}.",
         )
     return found
 

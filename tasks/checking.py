@@ -219,6 +219,12 @@ def _judge(seen: Sequence[_Seen], has_answer_choices: bool) -> tuple[Verdict, st
             Verdict.SUSPECT,
             f"an answer choice is always empty or equal to another ({', '.join(alike)})",
         )
+    if has_answer_choices and any(each.counts_from_one() for each in labeled):
+        return (
+            Verdict.SUSPECT,
+            "every answer choice is a target but the first; do labels count from 1? Then write"
+            " answer_choices[label - 1]",
+        )
     return Verdict.OK, ""
 
 
@@ -243,6 +249,7 @@ class _Seen:
       several: Number of examples with more than one choice.
       distinct: Number of examples whose choices differ from each other, none of them empty.
       no_example: Reason -> number of rows that gave no example.
+      lists: The lists of choices that examples have.
       texts: Feature -> its text in each example.
       undefined: Variables that the template reads but rows lack, in words; empty if none.
     """
@@ -251,6 +258,7 @@ class _Seen:
         self._source, self.split = source, split
         self.rows = self.examples = self.correct = self.several = self.distinct = 0
         self.no_example: Counter[str] = Counter()
+        self.lists: set[tuple[str, ...]] = set()
         self.texts: dict[str, list[str]] = {feature: [] for feature in LENGTHS}
         self.undefined = ""
 
@@ -276,6 +284,12 @@ class _Seen:
             looked_at = f"{counted(self.rows, 'row')} looked at"
             self.undefined += f" Of {looked_at}, {_describe_counts(self.no_example)}"
 
+    def counts_from_one(self) -> bool:
+        """Whether each of three or more choices, the same for all rows, is right but the first."""
+        (choices, *others) = self.lists or [()]
+        is_judged = not others and len(choices) > 2 and self.examples >= ROWS
+        return is_judged and set(self.texts["targets"]) == set(choices[1:]) - {choices[0]}
+
     def _count(self, rendering: Rendering | Drop) -> None:
         if isinstance(rendering, Drop):
             self.no_example[rendering.value] += 1
@@ -284,6 +298,7 @@ class _Seen:
         self.texts["inputs"].append(rendering.inputs)
         self.texts["targets"].append(rendering.targets)
         choices = rendering.answer_choices or ()
+        self.lists.add(tuple(choices))
         self.correct += rendering.targets in choices
         self.several += len(choices) > 1
         self.distinct += all(choices) and len(set(choices)) == len(choices)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -284,10 +285,11 @@ def tasks_of_mixture(name: str, option: str = "--mixture") -> Sequence[str]:
 
 
 def _check_is_one(name: str, option: str) -> None:
-    """Raises UserError for the names of several mixtures or tasks, separated by commas."""
-    if "," in name:
+    """Raises UserError for several mixtures or tasks: names with commas between them, a pattern."""
+    if mark := re.search(r"[,*?\[]", name):
+        what = "several names" if mark[0] == "," else "a pattern"
         raise UserError(
-            f"{name!r} is several names, and one mixture or task is taken at a time.",
+            f"{name!r} is {what}, and one mixture or task is taken at a time.",
             where=option,
             fix='Give one at a time, or a mixture of them: docs/tasks.md, "Mixtures".',
         )

@@ -216,8 +216,10 @@ def _load(path: Path) -> _Mapping:
         raise UserError(
             f"The template file is not valid: {reason}.",
             where=f"{path}{line}",
-            fix="Fix that line: a text with a colon, braces or % at its beginning needs quotes. The"
-            " tags that a file may have are !Template and !TemplateMetadata.",
+            fix="Rename one of the two; each template has an id of its own."
+            if error.problem == "is there twice"
+            else "Fix that line: a text with a colon, braces or % at its beginning needs quotes."
+            " The tags that a file may have are !Template and !TemplateMetadata.",
         ) from error
     except (yaml.YAMLError, ValueError) as error:  # an invalid character or date
         raise UserError(

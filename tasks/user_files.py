@@ -41,6 +41,12 @@ def data_folders() -> list[Path]:
     return folders
 
 
+def data_is() -> str:
+    """What the variable is at present, as a clause of an error's fix."""
+    value = os.environ.get(DATA_VARIABLE)
+    return f"it is {value!r} now" if value else "it is not set"
+
+
 def find_data_file(name: str) -> Path:
     """A file below the data folders: in the first that has it, or else in the first of all."""
     paths = [folder / name for folder in data_folders()]

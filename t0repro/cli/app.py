@@ -125,8 +125,10 @@ _COMMANDS = {
             "launch:launch",
             "Start a command as several processes on a cluster.",
             is_long=True,
-            # The words after the two dashes are the command to start.
-            settings={"context_settings": {"allow_extra_args": True}},
+            # From its first word on, the command to start, two dashes or not.
+            settings={
+                "context_settings": {"allow_extra_args": True, "allow_interspersed_args": False}
+            },
         ),
         "aux": Entry(
             "aux_jobs:app",

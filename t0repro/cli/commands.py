@@ -17,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from t0repro.cli.paths import read_addresses
 from t0repro.cli.spelling import canonical
+from t0repro.errors import UserError
 from t0repro.words import remove_passwords, some
 
 HELP = ["-h", "--help"]
@@ -57,7 +58,9 @@ class _Parsing:
             options, message = _visible_options(self), str(getattr(error, "message", ""))
             if message.startswith("Got unexpected extra") and options:
                 said = _quote_whole(given) or _repeat_option(given, options)
-                error.message += f".{said or _name_takers(options)}"
+                takes = [each.metavar for each in _arguments(self)]
+                own = f" {ctx.command_path} takes {' and '.join(takes)}." if takes else ""
+                error.message += f".{said or own + _name_takers(options)}"
             elif hasattr(error, "option_name") and hasattr(error, "possibilities"):
                 named = [word for word in given if word in getattr(self, "commands", ())]
                 after = f"{ctx.command_path} {''.join(named[:1])} {error.option_name}"
@@ -69,7 +72,9 @@ class _Parsing:
                 # Such as `vertex submit`, whose run has options that it does not read itself.
                 if any("[-- " in (each.metavar or "") for each in getattr(self, "params", ())):
                     error.message += f" An option of the run: -- {error.option_name}=VALUE."
-                elif "--" not in given and ctx.allow_extra_args and not ctx.ignore_unknown_options:
+                elif ctx.allow_extra_args and not (
+                    "--" in given or ctx.ignore_unknown_options or hasattr(self, "commands")
+                ):
                     error.message += (
                         " The command to start follows two dashes, with its options: -- t0repro"
                         f" train {error.option_name}=VALUE."
@@ -92,8 +97,9 @@ class Command(_Parsing, TyperCommand):
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """The options' and arguments' names, as `Usage:` shows them."""
-        arguments: list[Any] = [p for p in self.params if p.param_type_name == "argument"]
-        names = [each.metavar if each.required else f"[{each.metavar}]" for each in arguments]
+        names = [
+            each.metavar if each.required else f"[{each.metavar}]" for each in _arguments(self)
+        ]
         return ["[OPTIONS]", *(name.replace("[[", "[").replace("]]", "]") for name in names)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -179,6 +185,10 @@ class Loaded(Mapping[str, Any]):
         return len(self._commands)
 
 
+def _arguments(command: Any) -> list[Any]:
+    return [each for each in command.params if each.param_type_name == "argument"]
+
+
 def _visible_options(command: Any) -> list[Any]:
     options: list[Any] = [each for each in command.params if each.param_type_name == "option"]
     return [each for each in options if not each.hidden]
@@ -207,7 +217,11 @@ def _quote_whole(words: list[str]) -> str:
 
 
 def _note_repeated(words: list[str], options: list[Any]) -> None:
-    """Says of an option that takes one value, and was given several, which one counts."""
+    """Says of an option that takes one value, and was given several, which one counts.
+
+    Raises:
+      UserError: If it names what is worked on, of which both are wanted.
+    """
     single = {
         name: next(each for each in option.opts if each[:2] == "--")
         for option in options
@@ -224,6 +238,12 @@ def _note_repeated(words: list[str], options: list[Any]) -> None:
     for name, given in values.items():
         if len(set(given)) > 1:
             of_all = remove_passwords(", ".join(given))
+            if name == "--mixture":
+                raise UserError(
+                    f"Of {of_all}, one is taken at a time.",
+                    where=name,
+                    fix='Give one at a time, or a mixture of them: docs/tasks.md, "Mixtures".',
+                )
             typer.echo(f"note: {name} takes one value: of {of_all}, the last", err=True)
 
 

@@ -11,7 +11,7 @@ import typer
 
 from t0repro.cli.options import AsJson, BootstrapSeed, Modules, Resamples
 from t0repro.cli.paths import output
-from t0repro.cli.results import show_page
+from t0repro.cli.results import echo, show_page
 from t0repro.errors import UserError
 from t0repro.reports.comparison import compare_runs, read_run_facts
 from t0repro.reports.comparison_page import comparison_page, losses_page
@@ -73,7 +73,12 @@ def compare(
     """
     given = [split_labeled_path(run) for run in runs]
     if len(given) < 2:
-        raise UserError("A comparison needs two runs or more.", fix="Name them.")
+        raise UserError(
+            "A comparison needs two runs or more.", fix="Name them, with blanks between them."
+        )
+    paths = [path.resolve() for _, path in given]
+    if twice := None if step else next((each for each in paths if paths.count(each) > 1), None):
+        echo(f"note: {twice} is compared with itself", err=True)
     if step and len(step) != len(given):
         raise UserError(
             f"--step is given {counted(len(step), 'time')} for {counted(len(given), 'run')}.",

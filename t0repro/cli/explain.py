@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from t0repro import storage
-from t0repro.cli.gin_options import GinOptions, RunMode, RunModes, SkippedNames
+from t0repro.cli.gin_options import Demo, GinOptions, RunMode, RunModes, SkippedNames
 from t0repro.cli.groups import expand_groups
 from t0repro.cli.options import AsJson, LogOptions, Modules
 from t0repro.cli.paths import source
@@ -26,6 +26,7 @@ from t0repro.config.t5x.run import read_run, read_train_run
 from t0repro.config.table import align_columns, render
 from t0repro.config.translation import translate
 from t0repro.errors import UserError
+from t0repro.tasks.registry import DEMO_MODULE
 from t0repro.words import shown_as
 
 # What runs write into their folders: Mesh TensorFlow's, and T5X's of any run mode.
@@ -38,6 +39,7 @@ def explain(
     skipped: SkippedNames,
     gin: GinOptions,
     module_import: Modules = None,
+    demo: Demo = False,
     model_dir: Annotated[
         str,
         typer.Option(
@@ -78,6 +80,8 @@ def explain(
       t0repro explain --model_dir runs/a --module_import my_tasks
     """
     del logs  # its options take effect as soon as they are parsed
+    if demo:
+        gin, module_import = gin.with_demo(), [DEMO_MODULE, *(module_import or ())]
     if model_dir and not gin.gin_file:
         files, run_mode = _files_of_run(model_dir, run_mode, has_params=bool(gin.gin_param))
         gin = dataclasses.replace(gin, gin_file=files)

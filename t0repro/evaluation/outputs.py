@@ -54,7 +54,7 @@ def find_tasks(eval_dir: str | os.PathLike[str]) -> dict[str, list[int]]:
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
     tasks = [name.removesuffix("_targets") for name in names if name.endswith("_targets")]
     if not tasks:
-        refuse_metrics_alone(folder)
+        refuse_without_scores(folder)
         below = sorted({str(path.parent) for path in folder.glob("*_eval*/*_targets")})
         fix = (
             "`t0repro rank-eval --checkpoint MODEL --mixture MIXTURE --out DIR` writes them and a"
@@ -75,8 +75,14 @@ def find_tasks(eval_dir: str | os.PathLike[str]) -> dict[str, list[int]]:
     return {task: _steps_of(task, predictions) for task in tasks if task not in decoded}
 
 
-def refuse_metrics_alone(folder: Path) -> None:
-    """Raises UserError for a folder of `t0repro eval`, or the one that it is in."""
+def refuse_without_scores(folder: Path) -> None:
+    """Raises UserError for `t0repro eval`'s folder, and rank-eval's before its first task ends."""
+    if any(folder.glob("scores/step_*.json")) and not any(folder.glob("*_eval/*_targets")):
+        raise UserError(
+            "rank-eval has started here, and has finished no task yet.",
+            where=str(folder),
+            fix="If it was ended, start it again with the same --out: it continues.",
+        )
     for pattern in ("*-metrics.jsonl", "inference_eval/*-metrics.jsonl"):
         if any(folder.glob(pattern)):
             raise UserError(

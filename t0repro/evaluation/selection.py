@@ -30,6 +30,7 @@ from t0repro.tasks.registry import (
 )
 from t0repro.tasks.task import SCORE_EVAL_SUFFIX
 from t0repro.tasks.templates import SEPARATOR
+from t0repro.tasks.user_files import data_is
 from t0repro.tasks.vocabulary import VOCABULARY_VARIABLE, check_rows, is_here, shown
 from t0repro.words import some
 
@@ -174,7 +175,7 @@ def _find_left_out(
         raise UserError(
             f"No task of {mixture!r} has rows of split {split!r} here.",
             where=SKIP_MISSING if settings.skip_missing else None,
-            fix="Set T0REPRO_DATA_DIR (or --data) to the folder of the datasets.",
+            fix=f"Set T0REPRO_DATA_DIR (or --data) to the folder of the datasets; {data_is()}.",
         )
     return left_out
 

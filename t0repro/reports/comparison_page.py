@@ -12,6 +12,7 @@ from t0repro.reports.models import DatasetModels, Models
 from t0repro.reports.page import Cell, Column, Page, Section
 from t0repro.reports.plots import history_plot
 from t0repro.reports.prompts import synthetic_datasets, synthetic_warning
+from t0repro.reports.statistics import describe_detectable
 from t0repro.words import counted
 
 
@@ -179,7 +180,7 @@ def accuracy_section(compared: RunComparison) -> Section:
             Cell(f"{entry.interval.low:+.1f} to {entry.interval.high:+.1f}", entry.interval.low),
             f"{entry.p_value:.3g}",
             "" if entry.p_adjusted is None else f"{entry.p_adjusted:.3g}",
-            "" if entry.detectable is None else f"{entry.detectable:.1f}",
+            describe_detectable(entry.detectable),
             str(entry.only_a),
             str(entry.only_b),
             Cell(f"{entry.agreement:.1f}%", entry.agreement),

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from t0repro.errors import UserError, nearest_names
+from t0repro.evaluation.outputs import refuse_without_scores
 from t0repro.event_files import MARK, read_scalars
 from t0repro.progress import say
 from t0repro.reports.losses import (
@@ -123,6 +124,7 @@ def read_curves(folders: Sequence[Path], metric: str | None = None) -> tuple[str
 
 
 def _no_metrics_error(folder: Path) -> UserError:
+    refuse_without_scores(folder)
     if (folder / METRICS_FILE).is_file():
         is_empty = not (folder / METRICS_FILE).read_bytes().strip()
         what = f"{METRICS_FILE} {'is empty' if is_empty else 'has no number with a step'}"

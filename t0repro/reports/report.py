@@ -86,15 +86,19 @@ def load_report(path: str | os.PathLike[str]) -> Report:
     Raises:
       UserError: if it does not exist, has another schema, or is not a report.
     """
-    path = Path(path)
-    path = path / "report.json" if path.is_dir() else path
+    path, folder = Path(path), Path(path)
+    path = folder / "report.json" if folder.is_dir() else folder
     if not path.is_file():
-        raise UserError(
-            "There is no report here.",
-            where=str(path),
-            fix="rank-eval writes one when it ends: started again, it continues. For the scores of"
-            " another command: t0repro report make.",
-        )
+        what = "report here" if folder.is_dir() else "such file or folder"
+        fix = "Give a report.json, or the folder that holds one."
+        if (folder.parent / "report.json").is_file():
+            fix = f"Name the folder above: {folder.parent}."
+        elif folder.is_dir():
+            fix = (
+                "rank-eval writes one when it ends: started again, it continues. For the scores of"
+                " another command: t0repro report make."
+            )
+        raise UserError(f"There is no {what}.", where=str(folder), fix=fix)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         version = int(content["schema_version"])

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from t0repro.errors import UserError
-from t0repro.evaluation.outputs import refuse_metrics_alone
+from t0repro.evaluation.outputs import refuse_without_scores
 from t0repro.storage import input_path
 from t0repro.words import some
 
@@ -84,7 +84,7 @@ def find_evaluation(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
     # rank-eval's --out folder has both; prefer the folder of files.
     if not evaluations and report.is_file():
         return _evaluation_of_report(report)
-    refuse_metrics_alone(path)
+    refuse_without_scores(path)
     if evaluations:
         names = ", ".join(folder.name for folder in evaluations)
         what, fix = f"There are {len(evaluations)} evaluations here.", f"Name one of them: {names}."

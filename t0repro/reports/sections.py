@@ -20,6 +20,7 @@ from t0repro.reports.results import (
     PromptResult,
     group_name,
 )
+from t0repro.reports.statistics import describe_detectable
 from t0repro.words import counted, shortened
 
 EXTRA_TITLES = {
@@ -112,7 +113,7 @@ def _dataset_row(dataset: DatasetResult) -> tuple[str | Cell, ...]:
         verdict(dataset),
         # A single prompt is not a sample of prompts.
         "" if sampled is None else _interval(sampled.low, sampled.high),
-        "" if dataset.detectable is None else f"{dataset.detectable:.1f}",
+        describe_detectable(dataset.detectable),
         percent(spread.median),
         _interval(spread.lower_quartile, spread.upper_quartile),
         _interval(spread.minimum, spread.maximum),

@@ -393,6 +393,13 @@ def detectable_difference(standard_error: float, bootstrap: Bootstrap) -> float 
     return (quantile((1 + bootstrap.confidence) / 2) + quantile(_POWER)) * standard_error
 
 
+def describe_detectable(points: float | None) -> str:
+    """`detectable_difference` for a table's cell; no two accuracies differ by more than 100."""
+    if points is None:
+        return ""
+    return f"{points:.1f}" if points <= 100 else "none"
+
+
 def reweighted(outcomes: Outcomes, dataset: str, bootstrap: Bootstrap) -> Reweighted:
     """Accuracy of each prompt of a dataset under each weighting, [replicates, prompts]."""
     found = [outcomes.reweighted(w) for w in bootstrap.weightings(dataset, outcomes.examples)]

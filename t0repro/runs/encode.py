@@ -18,7 +18,7 @@ from t0repro.evaluation.encoding import Pool, encode_ids
 from t0repro.evaluation.opened import Checkpoint, encoder_shape, open_cached, open_encoder
 from t0repro.evaluation.selection import check_fits
 from t0repro.progress import say
-from t0repro.runs.given_texts import check_text, list_texts
+from t0repro.runs.given_texts import check_model, check_text, list_texts
 from t0repro.tasks.vocabulary import VocabularyFile, check_rows, named_vocabulary
 from t0repro.words import counted
 
@@ -64,6 +64,7 @@ def encode(
       UserError: If the checkpoint cannot be read or has no encoder, the vocabulary does not fit it,
         or a row is empty, too long, or has an id that the embedding lacks.
     """
+    check_model(model, "encode")
     limits = Limits(length, too_long)
     check_choice(pool or "mean", Pool, "pool")
     check_choice(dtype or "float32", DType, "dtype")
@@ -194,7 +195,7 @@ class Tokenizer:
     def _vocabulary(self) -> VocabularyFile:
         if self._file is None:
             source = find_checkpoint(self._path)
-            own = own_vocabulary(source) if self._named is None else None
+            own = own_vocabulary(source.folder) if self._named is None else None
             self._file = own or named_vocabulary(self._named)
             if own is None:
                 check_fits(self._file, self._rows, source.path, [source.folder])

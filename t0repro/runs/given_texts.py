@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
 from t0repro.errors import UserError
+from t0repro.evaluation.opened import Checkpoint
+
+
+def check_model(model: Any, where: str) -> None:
+    """Raises UserError for what is no checkpoint, such as texts that stand in its place."""
+    if not isinstance(model, str | os.PathLike | Checkpoint):
+        raise UserError(
+            f"The model is of type {type(model).__name__}, not a path.",
+            where=where,
+            fix="Give the checkpoint first, then the texts.",
+        )
 
 
 def list_texts(texts: Any, name: str, where: str) -> list[Any]:

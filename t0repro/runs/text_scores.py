@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from t0repro.config.model import DType
+from t0repro.converters.own_tokenizer import own_vocabulary
 from t0repro.errors import UserError, check_choice
 from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.opened import (
@@ -26,7 +27,7 @@ from t0repro.evaluation.opened import (
 )
 from t0repro.evaluation.selection import check_fits
 from t0repro.progress import say
-from t0repro.runs.given_texts import check_text, list_texts
+from t0repro.runs.given_texts import check_model, check_text, list_texts
 from t0repro.tasks.vocabulary import VocabularyFile, named_vocabulary
 from t0repro.words import counted
 
@@ -58,7 +59,7 @@ def score(
       choices: The choices of all inputs, or a sequence of choices for each input.
       step: Step of the checkpoint; the latest by default.
       vocabulary: The SentencePiece model, with or without T5's sentinels, or "bytes" for ByT5's, or
-        an opened one; by default T5's own, or the one that T0REPRO_VOCAB names.
+        an opened one; by default the checkpoint's own, or T5's or T0REPRO_VOCAB's if it has none.
       lengths: Maximum tokens of `inputs` and `targets`; longer ones are cut, and counted on
         stderr.
       activation: dtype of the activations, if `model` is a path.
@@ -69,16 +70,20 @@ def score(
         input has no choice, a text is not a string, a length is below 1, or the adapter was trained
         on another base.
     """
+    check_model(model, "score")
     check_choice(activation, DType, "activation")
     inputs = list_texts(inputs, "inputs", "score")
     choices = list_texts(choices, "choices", "score")
     of_each = _list_choices(inputs, choices)
     _check_lengths(lengths)
-    named = isinstance(vocabulary, VocabularyFile)
-    file = vocabulary if named else named_vocabulary(vocabulary)
     checkpoint = open_cached(_open, model, activation, step)
     if adapter is not None:
         checkpoint = attach_adapter(checkpoint, open_adapter_at(os.fspath(adapter)))
+    file = vocabulary
+    if vocabulary is None:
+        file = next(filter(None, map(own_vocabulary, checkpoint.folders)), None)
+    if not isinstance(file, VocabularyFile):
+        file = named_vocabulary(vocabulary)
     check_fits(file, checkpoint.model.config.vocab_size, checkpoint.path, checkpoint.folders)
     examples = _examples(file, inputs, of_each, lengths)
     found = iter(score_examples(checkpoint.params, checkpoint.model, examples, lengths))

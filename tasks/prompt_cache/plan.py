@@ -222,7 +222,7 @@ class _Planner:
                 f"The rows of {counted(len(places), 'split')} are missing: {', '.join(places[:8])}"
                 f"{', ...' if len(places) > 8 else ''}. The first: {first.what}",
                 where=first.where,
-                fix=first.fix + otherwise * bool(self._tasks),
+                fix=f"{first.fix}{otherwise * bool(self._tasks)}",
             )
         # All requested splits lack rows, and no earlier run cached any of them.
         any_cached = any(self.folder.glob(f"*/{MARKER}"))

@@ -288,6 +288,20 @@ def test_check_says_what_separates_choices_where_there_is_one(run, own, choices,
     assert "||| separates several" in out and "1 ok" not in out
 
 
+@pytest.mark.parametrize(("first", "expected"), [(1, "do labels count from 1?"), (0, "1 ok")])
+def test_check_suspects_labels_that_count_from_one(run, own, first, expected):
+    rows = [
+        {"text": f"Text {number}.", "label": number % (3 - first) + first} for number in range(24)
+    ]
+    template = {
+        "jinja": "{{text}} ||| {{answer_choices[label]}}",
+        "answer_choices": "a ||| b ||| c",
+    }
+    prompts = own("counted", rows, ask=template)
+    _, out, _ = run("check", "--templates", prompts, "--dataset", "counted")
+    assert expected in out
+
+
 def test_check_lists_the_broken_ones_with_the_reason_and_exits_with_1(run, own):
     rows = [{"text": "Fine.", "label": 1}, {"text": "Bad.", "label": 0}]
     choices = {"answer_choices": "no ||| yes"}

@@ -191,6 +191,8 @@ def _steps(path: str, step: Sequence[str] | None) -> Sequence[int | None]:
         # By the time another process looks, there may be a newer one.
         found = broadcast_from_first(lambda: [ref.step for ref in sources.list_checkpoints(path)])
         there = {number for number in found if number is not None}
+        if not there and (only := sources.find_checkpoint(path)).step is not None:
+            say(f"note: --step=all: {path} is one checkpoint, of step {only.step}")
         if len(there) == 1:
             say(f"note: --step=all: {path} has one checkpoint, of step {max(there)}")
         return sorted(there) or [sources.find_checkpoint(path).step]

@@ -227,6 +227,8 @@ def _fix_of_value(error: Exception) -> str | None:
         return f"Write {value}: gin's values are Python's."
     if _CURLY_QUOTES.search(error.text or ""):
         return "Write straight quotation marks: 'text'. Word processors make curly ones of them."
+    if call := re.search(r"=\s*([\w./]+\(\))", error.text or ""):
+        return f"Write @{call[1]}: gin calls what begins with @."
     return (
         "Correct the value. A text stands in quotation marks, within those of the shell:"
         """ --gin.NAME="'text'", --gin_param="NAME = 'text'"."""
