@@ -135,6 +135,7 @@ def convert(
     destination = staging.destination(dst)
     ref = find_checkpoint(src, step, source)
     if base is not None:
+        find_checkpoint(base)
         ref = dataclasses.replace(ref, base=storage.local_path(base))
     destination.check_is_free(force)
     # Taken before reading the first byte, and compared after the last.

@@ -491,8 +491,6 @@ def base_of(ref: CheckpointRef) -> CheckpointRef:
     try:
         return find_checkpoint(base)
     except CheckpointNotFound as error:
-        if ref.base:  # just given
-            raise
         raise UserError(
             f"The base of the adapter in {ref.path} is not there.",
             where=base,

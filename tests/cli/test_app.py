@@ -108,10 +108,17 @@ def test_an_option_of_transformers_or_the_harness_is_answered_with_ours(
 
 
 def test_an_option_of_the_command_to_launch_is_answered_with_the_two_dashes(monkeypatch, capsys):
-    words = ("launch", "--to=slurm", "t0repro", "train", "--model_dir=a")
-    code, _, err = run(monkeypatch, capsys, *words)
+    words = ("t0repro", "train", "--model_dir=a")
+    code, _, err = run(monkeypatch, capsys, "launch", "--to=slurm", "--model_dir=a")
     assert code == 2 and "two dashes, with its options: -- t0repro train --model_dir=" in err
-    code, _, err = run(monkeypatch, capsys, "launch", "--tow=slurm", "--", *words[2:])
+    code, _, err = run(monkeypatch, capsys, "aux", "--build_target_path=rank-eval")
+    assert code == 2 and "--auxiliary_job_build_target_path" in err and "two dashes" not in err
+    # The command's own options stay with it, without the dashes too.
+    code, out, _ = run(
+        monkeypatch, capsys, "launch", "--to=slurm", "--dry_run", *words, "--dry_run"
+    )
+    assert code == 0 and "t0repro train --model_dir=a --dry_run" in out
+    code, _, err = run(monkeypatch, capsys, "launch", "--tow=slurm", "--", *words)
     assert code == 2 and "Nearest: --to" in err and "two dashes" not in err
 
 
@@ -154,12 +161,15 @@ def test_several_values_of_an_option_at_once_are_answered_with_its_repetition(mo
 
 
 def test_of_several_values_of_an_option_that_takes_one_the_last_is_named(monkeypatch, capsys):
-    words = "rank-eval --checkpoint m --mixture a --mixture=b --out o --no_such".split()
+    words = "rank-eval --checkpoint m --mixture a --out o --out=p --no_such".split()
     _, _, err = run(monkeypatch, capsys, *words)
-    assert "note: --mixture takes one value: of a, b, the last" in err
-    words[words.index("--mixture=b")] = "--mixture=a"
+    assert "note: --out takes one value: of o, p, the last" in err
+    words[words.index("--out=p")] = "--out=o"
     _, _, err = run(monkeypatch, capsys, *words)
     assert "takes one value" not in err
+    # Of two mixtures, one would be left out.
+    code, _, err = run(monkeypatch, capsys, *words, "--mixture=b")
+    assert code == 2 and "Of a, b, one is taken at a time." in err
 
 
 def test_what_t5x_starts_and_this_does_not_is_refused_by_name(monkeypatch, capsys):

@@ -47,7 +47,8 @@ def test_in_a_mixed_directory_the_higher_step_wins(mixed):
 
 
 def test_at_the_same_step_jax_wins(mixed):
-    convert(mixed / "model.ckpt-7", mixed, "jax", force=True)
+    report = convert(mixed / "model.ckpt-7", mixed, "jax", force=True)
+    assert f"{mixed}/model.ckpt-7, of the same step, stays" in " ".join(report.notes)
     assert find_checkpoint(mixed).path == str(mixed / "checkpoint_7")
     assert find_checkpoint(mixed, 7).format == "jax"
 

@@ -99,6 +99,12 @@ def test_what_does_not_pair_is_refused(inputs, choices, checkpoint):
         t0repro.score(checkpoint, inputs, choices, vocabulary=VOCABULARY)
 
 
+def test_the_model_comes_first(checkpoint):
+    for call in (lambda: t0repro.score(TEXTS, "m", ["a"]), lambda: t0repro.encode(TEXTS, "m")):
+        with pytest.raises(UserError, match="The model is of type list(.|\n)*checkpoint first"):
+            call()
+
+
 NO_LISTS = [
     "one text",
     b"bytes",
@@ -175,16 +181,20 @@ def test_another_vocabulary_than_the_checkpoints_is_refused(checkpoint, monkeypa
             t0repro.score(small, TEXTS, ["a"], vocabulary=vocabulary)
 
 
-def test_a_vocabulary_that_is_not_here_is_answered_with_the_checkpoints_own(
+def test_without_a_vocabulary_the_checkpoints_own_is_taken_if_there_is_one(
     checkpoint, tmp_path, monkeypatch
 ):
-    monkeypatch.setenv("T0REPRO_VOCAB", str(tmp_path / "absent.model"))
+    absent = str(tmp_path / "absent.model")
+    monkeypatch.setenv("T0REPRO_VOCAB", absent)
     of_folder = dataclasses.replace(checkpoint, folders=(str(tmp_path),))
     with pytest.raises(UserError, match="is missing(.|\n)*Set T0REPRO_VOCAB to a copy of T5's"):
         t0repro.score(of_folder, TEXTS, ["a"])
     own = shutil.copy(VOCABULARY, tmp_path / "spiece.model")
+    found = t0repro.score(of_folder, TEXTS, ["a"])
+    expected = t0repro.score(checkpoint, TEXTS, ["a"], vocabulary=VOCABULARY)
+    np.testing.assert_array_equal(found, expected)
     with pytest.raises(UserError, match=f"T0REPRO_VOCAB={own}, or in Python vocabulary='{own}'"):
-        t0repro.score(of_folder, TEXTS, ["a"])
+        t0repro.score(of_folder, TEXTS, ["a"], vocabulary=VocabularyFile(absent))
 
 
 def save(folder, step: int, seed: int) -> None:

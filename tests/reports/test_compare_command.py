@@ -6,6 +6,7 @@ from typer.testing import CliRunner
 
 from t0repro.cli.compare import compare
 from t0repro.errors import UserError
+from t0repro.reports.curves import read_curves
 
 from .test_comparison import RTE, two_examples, write_eval, write_run
 from .test_losses import write_metrics
@@ -107,6 +108,12 @@ def test_what_cannot_be_compared_is_a_users_mistake(tmp_path):
     assert "`t0repro checkpoint diff A B`" in caught.value.fix
     with pytest.raises(UserError, match="There is no such file or folder"):
         invoke(a, tmp_path / "absent")
+    # As rank-eval leaves its folder before its first task has ended.
+    (begun := tmp_path / "begun" / "scores").mkdir(parents=True)
+    (begun / "step_3.json").touch(), (begun.parent / "metrics.jsonl").touch()
+    for command in (lambda: invoke(a, begun.parent), lambda: read_curves([begun.parent])):
+        with pytest.raises(UserError, match="finished no task yet(.|\n)*same --out: it continues"):
+            command()
 
 
 def test_folders_of_trainings_are_told_which_files_hold_their_losses(tmp_path):

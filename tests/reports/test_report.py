@@ -217,7 +217,7 @@ def test_another_schema_and_a_file_that_is_no_report_are_refused(suite, tmp_path
         with pytest.raises(UserError, match="not a report(.|\n)*fix: Name a report.json"):
             load_report(path)
     with pytest.raises(UserError, match="no report here(.|\n)*rank-eval(.|\n)*started again"):
-        load_report(tmp_path / "absent")
+        load_report(suite.folder)
 
 
 def test_a_report_of_an_evaluation_that_has_not_ended_says_so_at_its_top(tmp_path):
