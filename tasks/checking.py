@@ -286,9 +286,10 @@ class _Seen:
 
     def counts_from_one(self) -> bool:
         """Whether each of three or more choices, the same for all rows, is right but the first."""
-        (choices, *others) = self.lists or [()]
-        is_judged = not others and len(choices) > 2 and self.examples >= ROWS
-        return is_judged and set(self.texts["targets"]) == set(choices[1:]) - {choices[0]}
+        if len(self.lists) != 1 or self.examples < ROWS:
+            return False
+        ((first, *others),) = self.lists
+        return len(others) > 1 and set(self.texts["targets"]) == {*others} - {first}
 
     def _count(self, rendering: Rendering | Drop) -> None:
         if isinstance(rendering, Drop):

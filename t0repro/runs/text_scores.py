@@ -79,11 +79,10 @@ def score(
     checkpoint = open_cached(_open, model, activation, step)
     if adapter is not None:
         checkpoint = attach_adapter(checkpoint, open_adapter_at(os.fspath(adapter)))
-    file = vocabulary
     if vocabulary is None:
-        file = next(filter(None, map(own_vocabulary, checkpoint.folders)), None)
-    if not isinstance(file, VocabularyFile):
-        file = named_vocabulary(vocabulary)
+        vocabulary = next(filter(None, map(own_vocabulary, checkpoint.folders)), None)
+    is_open = isinstance(vocabulary, VocabularyFile)
+    file = vocabulary if is_open else named_vocabulary(vocabulary)
     check_fits(file, checkpoint.model.config.vocab_size, checkpoint.path, checkpoint.folders)
     examples = _examples(file, inputs, of_each, lengths)
     found = iter(score_examples(checkpoint.params, checkpoint.model, examples, lengths))
