@@ -387,6 +387,14 @@ def _plan_hf(
     vocabulary = Path(options.vocabulary) if options.vocabulary else None
     bound = model_gin.read_bound_sentinels(text, reader.ref.folder) if text else None
     pieces = hf_files.read_pieces(vocabulary, family, bound) if vocabulary else None
+    # Released models are padded by at most 512 rows, others' by more, but not to twice as many.
+    if pieces and 2 * len(pieces.scored) < family.vocab_size:
+        raise UserError(
+            f"The vocabulary has {len(pieces.scored):,} pieces, and the model's embedding"
+            f" {family.vocab_size:,} rows.",
+            where=str(vocabulary),
+            fix="Give the vocabulary that the model was trained with.",
+        )
     tokenizer = hf_files.tokenizer_files(pieces, family)
     ids = pieces.ids if pieces else hf.read_token_ids(arithmetic_source(reader.ref))
     provenance = {

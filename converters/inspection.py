@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from t0repro.converters.adapter_files import MergedReader
 from t0repro.converters.jax_tree import JaxReader
 from t0repro.converters.model_files import check_run_files
 from t0repro.converters.mtf import MtfReader
@@ -57,6 +58,8 @@ class Inspection:
       parameters: Number of parameters, not counting slots.
       slots: Whether it has optimizer slots.
       bytes: Total size of all tensors.
+      adapter: Of an adapter, which is inspected merged into its base: its `kind`, its `base`, the
+        number of its own `parameters`, and whether it has `slots`; None for a whole model.
     """
 
     checkpoint: CheckpointRef
@@ -66,6 +69,7 @@ class Inspection:
     slots: bool
     bytes: int
     tensors: tuple[TensorSummary, ...]
+    adapter: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Returns the inspection as JSON values, with the model's name added."""
@@ -107,7 +111,22 @@ def inspect_checkpoint(path: str | os.PathLike[str], step: int | None = None) ->
         slots=has_slots(reader),
         bytes=total_bytes(tensors),
         tensors=tuple(sorted(summaries, key=lambda item: item.name)),
+        adapter=_describe_adapter(reader) if isinstance(reader, MergedReader) else None,
     )
+
+
+def _describe_adapter(reader: MergedReader) -> dict[str, Any]:
+    own = [
+        math.prod(info.shape)
+        for key, info in reader.adapter.tensors.items()
+        if key.startswith(naming.PARAMETERS)
+    ]
+    return {
+        "kind": reader.note.adapter.kind,
+        "base": reader.note.base,
+        "parameters": sum(own),
+        "slots": has_slots(reader.adapter),
+    }
 
 
 @dataclasses.dataclass(frozen=True)

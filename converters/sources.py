@@ -66,6 +66,10 @@ def find_checkpoint(
         gone.
     """
     path = storage.local_path(path)
+    if not isinstance(step, int | np.integer | None):
+        raise UserError(
+            f"The step is {step!r}, not a whole number.", where="step", fix="Give a number."
+        )
     try:
         return _find(path, step, source)
     except CheckpointNotFound:
@@ -116,7 +120,7 @@ def _find(path: str, step: int | None, source: Format | None) -> CheckpointRef:
             why = _describe_list_missing(path)
         else:
             _refuse_formats(path, storage.list_names(path))
-            why = _describe_partial(path) or _describe_below(path)
+            why = _describe_partial(path) or _describe_below(path) or _describe_folder(path)
         raise _not_found(what + why, path)
     if step is None:
         return _latest(path, refs, source)
@@ -241,6 +245,16 @@ def _describe_below(path: str) -> str:
     folders = sorted(each.path for each in entries if each.is_dir())[:100]
     found = [each for each in folders if list_checkpoints(each) or checkpoint_at(each)]
     return f" There are some in {some(found, 3)}." if found else ""
+
+
+def _describe_folder(path: str) -> str:
+    """A sentence about an evaluation's folder, or a run's before its first checkpoint, or ""."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        report = json.loads(storage.read(storage.join(path, "report.json")))
+        return f" It is an evaluation, of {report['provenance']['checkpoint']}."
+    if storage.is_file(storage.join(path, "run_state.json")):
+        return " A training run has begun here, and has saved no checkpoint yet."
+    return ""
 
 
 def _refuse_file(path: str) -> None:

@@ -33,6 +33,8 @@ class UserError(Exception):
         near = _nearest_path(where or "", is_path)
         if near and not re.search(rf"(?<!\w){re.escape(near)}(?!\w)", f"{what} {fix}"):
             fix = f"{fix or ''} Nearest: {near}.".lstrip()
+        if is_path and "," in (where or "") and all(map(os.path.exists, (where or "").split(","))):
+            fix = f"{fix or ''} Several are named with blanks between them.".lstrip()
         # Now, since the names that a command's reader knows are forgotten with its context.
         self.what = rename_for_reader(what)
         self.where = where and rename_for_reader(where)

@@ -131,7 +131,10 @@ class StrictEnvironment(PromptEnvironment):
             many = f"there is 1 choice, {only}; {SEPARATOR} separates several"
         fault = f"but {many}" if isinstance(argument, int) else "which is not a whole number"
         if not isinstance(argument, int) and argument in range(len(obj)):  # 1.0
-            fault = "which is not an int; write it with the filter `| int`"
+            fault = (
+                "which is not an int: numbers in a column with an empty cell are floats, as in"
+                " pandas. Fill the cell, or write it with the filter `| int`"
+            )
         if isinstance(argument, str):
             is_number = argument.strip().removeprefix("-").isdecimal()  # else `| int` makes it 0
             advice = "write it with the filter `| int`"

@@ -282,8 +282,7 @@ def cannot_render(template: str, error: Exception, row: Mapping[str, Any], where
     return UserError(
         f"Template {template!r} cannot render a row: {reason}.",
         where=where,
-        fix="Fix the template or the row; T0's templates need the fields and types that the"
-        " dataset had in datasets 1.12.",
+        fix="Fix the template or the row. Those of T0's own datasets are as in datasets 1.12.",
     )
 
 

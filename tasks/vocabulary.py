@@ -322,6 +322,11 @@ def not_a_model(path: str, error: Exception) -> UserError:
 # ---- Comparing vocabularies, also SeqIO's --------------------------------------------------------
 
 
+def padded_rows(size: int) -> int:
+    """Rows of the embedding of a vocabulary with so many pieces, as Mesh TensorFlow pads it."""
+    return -(-size // 128) * 128  # vocab_divisor
+
+
 def check_rows(vocabulary: Any, rows: int, where: str, fix: str) -> None:
     """Raises UserError if an embedding has fewer rows than a vocabulary has pieces.
 

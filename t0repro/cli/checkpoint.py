@@ -261,6 +261,12 @@ def _print_inspection(inspection: Inspection) -> None:
         f" {counted(tensors, 'tensor')},"
         f" {sized(inspection.bytes)}, {slots}"
     )
+    if own := inspection.adapter:
+        echo(
+            f"It is an adapter, {own['kind']}, shown merged into its base, {own['base']}. Its own:"
+            f" {counted(own['parameters'], 'parameter')},"
+            f" {'with' if own['slots'] else 'without'} optimizer slots"
+        )
 
 
 def _print_comparison(comparison: Comparison) -> None:

@@ -21,6 +21,7 @@ from t0repro.errors import UserError
 from t0repro.words import remove_passwords, some
 
 HELP = ["-h", "--help"]
+_T5X_RUN_MODES = ("train", "eval", "infer")
 _HELP_ALL = "t0repro.help_all"  # in a context's `meta`: whether --help-all was given
 
 
@@ -63,11 +64,12 @@ class _Parsing:
                 error.message += f".{said or own + _name_takers(options)}"
             elif hasattr(error, "option_name") and hasattr(error, "possibilities"):
                 named = [word for word in given if word in getattr(self, "commands", ())]
+                is_t5x = ctx.info_name in _T5X_RUN_MODES
                 after = f"{ctx.command_path} {''.join(named[:1])} {error.option_name}"
                 error.message += (
                     f". A command's options stand after its name: {after}."
                     if named
-                    else f". {_suggest(error.option_name, options)}"
+                    else f". {_suggest(error.option_name, options, is_t5x=is_t5x)}"
                 )
                 # Such as `vertex submit`, whose run has options that it does not read itself.
                 if any("[-- " in (each.metavar or "") for each in getattr(self, "params", ())):
@@ -194,10 +196,14 @@ def _visible_options(command: Any) -> list[Any]:
     return [each for each in options if not each.hidden]
 
 
+def _is_required(option: Any) -> bool:
+    return option.required or option.rich_help_panel == "Required"
+
+
 def _name_takers(options: list[Any]) -> str:
     """A sentence about the options that a word may be the value of, or ""."""
     valued = [each for each in options if not each.is_flag]
-    valued.sort(key=lambda each: not (each.required or each.rich_help_panel == "Required"))
+    valued.sort(key=lambda each: not _is_required(each))
     names = [next(name for name in each.opts if name[:2] == "--") for each in valued]
     return f" An option stands before its value: {some(names, 8)}." if names else ""
 
@@ -260,12 +266,23 @@ def _repeat_option(words: list[str], options: list[Any]) -> str:
 _CALLED_ELSEWHERE = {
     "model": "checkpoint", "model_name_or_path": "checkpoint", "pretrained": "checkpoint",
     "tasks": "mixture", "output_dir": "out", "output_path": "out",
+    "batch_size": "tokens_per_batch", "per_device_eval_batch_size": "tokens_per_batch",
     "nodes": "processes", "num_nodes": "processes", "nproc_per_node": "processes",
 }  # fmt: skip
+# What people give T5X's run modes as an option -> the macro of its gin files.
+_MACROS = {
+    **dict.fromkeys(("model_dir", "output_dir"), """--gin.MODEL_DIR="'DIR'\""""),
+    **dict.fromkeys(("checkpoint", "checkpoint_path"), """--gin.CHECKPOINT_PATH="'DIR'\""""),
+    **dict.fromkeys(("mixture", "task", "tasks"), """--gin.MIXTURE_OR_TASK_NAME="'NAME'\""""),
+    **dict.fromkeys(("train_steps", "steps", "max_steps"), "--gin.TRAIN_STEPS=N"),
+    **dict.fromkeys(("num_train_epochs", "epochs"), "--gin.TRAIN_STEPS=N"),
+    "batch_size": "--gin.BATCH_SIZE=N",
+}
 
 
-def _suggest(name: str, options: list[Any]) -> str:
+def _suggest(name: str, options: list[Any], *, is_t5x: bool) -> str:
     """The options that a misspelt one may be meant for, or a command's first ones."""
+    options = sorted(options, key=lambda each: not _is_required(each))
     known = [[n for n in (*each.opts, *each.secondary_opts) if n[:2] == "--"] for each in options]
     words = {n.removeprefix("--"): n for names in known for n in names}
     word = canonical(name.lstrip("-"))
@@ -275,7 +292,8 @@ def _suggest(name: str, options: list[Any]) -> str:
     near += [each for each in words if parts[each] and each not in near]
     if near:
         return f"Nearest: {', '.join(words[each] for each in near)}."
-    gin = " A setting of the run is gin's: --gin_param 'NAME = VALUE'." * ("gin_param" in words)
+    setting = (_MACROS if is_t5x else {}).get(word, "--gin_param 'NAME = VALUE'")
+    gin = f" A setting of the run is gin's: {setting}." * ("gin_param" in words)
     return f"There are {some([names[0] for names in known], 10) or 'none'}.{gin}"
 
 

@@ -169,4 +169,5 @@ def _labels(given: Sequence[Given]) -> list[str]:
 def _name(path: Path) -> str:
     """The folder name that distinguishes a run; not `validation_eval`, which every run has."""
     path = path.resolve()
-    return path.parent.name if path.suffix or "_eval" in path.name else path.name
+    is_inside = path.is_file() or any(path.glob("*_targets"))
+    return path.parent.name if is_inside else path.name

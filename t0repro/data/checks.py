@@ -377,8 +377,8 @@ def _check_cached(name: str, split: str, tasks: Sequence[Any]) -> None:
     else:
         fix = (
             f"{command}, with this run's --module_import. Name the folder with"
-            " --additional_task_cache_dirs; or read without a cache: use_cached = False, or, for"
-            " rank-eval, no --cache_dir."
+            " --additional_task_cache_dirs; or read without a cache:"
+            " mesh_train_dataset_fn.use_cached = False, or, for rank-eval, no --cache_dir."
         )
     raise UserError(
         f"use_cached = True, but tasks of {name!r} are not cached ({len(missing)} of {len(tasks)}):"
@@ -390,7 +390,8 @@ def _check_cached(name: str, split: str, tasks: Sequence[Any]) -> None:
 
 
 def _name_searched(folder: str) -> str:
-    return folder if storage.exists(folder) else f"{folder}, which does not exist"
+    # Relative to a folder that may not be the one that is meant.
+    return folder if storage.exists(folder) else f"{storage.absolute(folder)}, which does not exist"
 
 
 def check_shards(name: str, split: str, num_shards: int, *, use_cached: bool) -> None:

@@ -31,16 +31,26 @@ from t0repro.tasks.registry import (
 from t0repro.tasks.task import SCORE_EVAL_SUFFIX
 from t0repro.tasks.templates import SEPARATOR
 from t0repro.tasks.user_files import data_is
-from t0repro.tasks.vocabulary import VOCABULARY_VARIABLE, check_rows, is_here, shown
+from t0repro.tasks.vocabulary import (
+    VOCABULARY_VARIABLE,
+    address_of,
+    check_rows,
+    default_vocabulary,
+    is_here,
+    padded_rows,
+    shown,
+)
 from t0repro.words import some
 
 MODES = ("rank", "generate")
 
-# Mesh TensorFlow pads the vocabulary to a multiple of this (vocab_divisor).
-VOCABULARY_MULTIPLE = 128
 _FIX = (
     f"Give the vocabulary that the checkpoint was trained with ({VOCABULARY_VARIABLE}, encode's"
     " --vocab, in Python vocabulary=)."
+)
+_TASKS_OWN = (
+    "The tasks' module gives them this vocabulary: evaluate a model that was trained with it, or"
+    " tasks of the checkpoint's."
 )
 
 
@@ -200,11 +210,6 @@ def _ranks(task: Any) -> bool:
     return ranks_choices(task.metric_fns)
 
 
-def padded_rows(size: int) -> int:
-    """Rows of the embedding of a vocabulary with so many pieces."""
-    return -(-size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-
-
 def check_vocabulary(names: Sequence[str], checkpoint: Checkpoint) -> Any:
     """Returns the tasks' vocabulary after checking that it fits the checkpoint.
 
@@ -226,12 +231,16 @@ def check_vocabulary(names: Sequence[str], checkpoint: Checkpoint) -> Any:
         if inputs != vocabulary:
             check_rows(inputs, model.vocab_size, checkpoint.path, _FIX)
         if vocabulary not in vocabularies:
-            check_fits(vocabulary, model.vocab_size, checkpoint.path, checkpoint.folders)
+            is_default = address_of(vocabulary) == default_vocabulary().address
+            fix = _FIX if is_default else _TASKS_OWN
+            check_fits(vocabulary, model.vocab_size, checkpoint.path, checkpoint.folders, fix)
             vocabularies.append(vocabulary)
     return vocabularies[-1] if vocabularies else None
 
 
-def check_fits(vocabulary: Any, rows: int, path: str, folders: Sequence[str]) -> None:
+def check_fits(
+    vocabulary: Any, rows: int, path: str, folders: Sequence[str], fix: str = _FIX
+) -> None:
     """Checks that a checkpoint's embedding has rows for a vocabulary's pieces, and for these.
 
     Args:
@@ -239,6 +248,7 @@ def check_fits(vocabulary: Any, rows: int, path: str, folders: Sequence[str]) ->
       rows: the embedding's number of rows.
       path: the checkpoint's.
       folders: where files about it are.
+      fix: what to do if they do not fit.
 
     Raises:
       UserError: if there are too few rows; if the tokenizer beside the checkpoint has other pieces;
@@ -247,23 +257,23 @@ def check_fits(vocabulary: Any, rows: int, path: str, folders: Sequence[str]) ->
     from t0repro.converters.own_tokenizer import PIECES, check_own_tokenizer
 
     try:
-        check_rows(vocabulary, rows, path, _FIX)
+        check_rows(vocabulary, rows, path, fix)
         is_compared = check_own_tokenizer(folders, vocabulary)
     except UserError as error:
         beside = (storage.join(folder, PIECES) for folder in folders)
         own = next(filter(storage.is_file, beside), None)
         if own is None or is_here(vocabulary):
             raise
-        fix = (
+        own_fix = (
             f"Take the checkpoint's own: {VOCABULARY_VARIABLE}={own}, or in Python"
             f" vocabulary={own!r}."
         )
-        raise UserError(error.what, where=error.where, fix=fix) from error
+        raise UserError(error.what, where=error.where, fix=own_fix) from error
     padded = padded_rows(vocabulary.vocab_size)
     if not is_compared and rows > padded:
         raise UserError(
             f"The checkpoint's embedding has {rows:,} rows, and the vocabulary"
             f" {vocabulary.vocab_size:,} pieces ({padded:,} when padded): {shown(vocabulary)}.",
             where=path,
-            fix=f"{_FIX} If it is this one, put a copy beside the checkpoint, as {PIECES}.",
+            fix=f"{fix} If it is this one, put a copy beside the checkpoint, as {PIECES}.",
         )

@@ -93,6 +93,8 @@ def load_report(path: str | os.PathLike[str]) -> Report:
         fix = "Give a report.json, or the folder that holds one."
         if (folder.parent / "report.json").is_file():
             fix = f"Name the folder above: {folder.parent}."
+        elif (folder / "run_state.json").is_file():
+            fix = f"It is a training run's folder: t0repro rank-eval --checkpoint {folder}."
         elif folder.is_dir():
             fix = (
                 "rank-eval writes one when it ends: started again, it continues. For the scores of"

@@ -113,6 +113,8 @@ def test_an_option_of_the_command_to_launch_is_answered_with_the_two_dashes(monk
     assert code == 2 and "two dashes, with its options: -- t0repro train --model_dir=" in err
     code, _, err = run(monkeypatch, capsys, "aux", "--build_target_path=rank-eval")
     assert code == 2 and "--auxiliary_job_build_target_path" in err and "two dashes" not in err
+    code, _, err = run(monkeypatch, capsys, "train", "--model_dir=a")
+    assert code == 2 and """A setting of the run is gin's: --gin.MODEL_DIR="'DIR'\".""" in err
     # The command's own options stay with it, without the dashes too.
     code, out, _ = run(
         monkeypatch, capsys, "launch", "--to=slurm", "--dry_run", *words, "--dry_run"

@@ -1,6 +1,7 @@
 """`t0repro adapters`: merged checkpoints in every format, and the base back, bit for bit."""
 
 import json
+import math
 import shutil
 
 import numpy as np
@@ -9,7 +10,9 @@ import pytest
 from t0repro import storage
 from t0repro.adapters import ia3, lora
 from t0repro.converters import sources
+from t0repro.converters.adapter_files import open_adapter
 from t0repro.converters.convert import convert
+from t0repro.converters.inspection import inspect_checkpoint
 from t0repro.converters.merging import merge, unmerge
 from t0repro.converters.model_gin import drop_adapter
 from t0repro.errors import UserError
@@ -181,6 +184,24 @@ def test_a_base_that_was_replaced_is_refused_with_both_hashes(own, tmp_path):
             unmerge(whole, tmp_path / "back")
         assert digest in str(refused.value) and here in str(refused.value)
     assert not (tmp_path / "back").exists()
+
+
+def test_an_adapter_is_inspected_as_one(own):
+    base, adapter, merged = own
+    found = inspect_checkpoint(adapter)
+    own_parameters = sum(
+        math.prod(each.shape)
+        for key, each in open_adapter(sources.find_checkpoint(adapter)).tensors.items()
+        if key.startswith("target/")
+    )
+    assert found.adapter == {
+        "kind": "ia3",
+        "base": str(base),
+        "parameters": own_parameters,
+        "slots": False,
+    }
+    assert own_parameters < found.parameters
+    assert inspect_checkpoint(merged).adapter is None
 
 
 def test_a_damaged_record_of_a_merge_is_refused(own, tmp_path):

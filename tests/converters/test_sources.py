@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -230,6 +231,22 @@ def test_an_empty_directory_and_a_wrong_path_are_told_with_what_to_give(tmp_path
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(UserError, match=r"model\.ckpt-<step>\.index or checkpoint_<step>/"):
             find_checkpoint(path)
+
+
+def test_a_folder_of_another_kind_is_called_what_it_is(tmp_path):
+    (tmp_path / "run_state.json").write_text("{}")
+    with pytest.raises(UserError, match="run has begun here, and has saved no checkpoint yet"):
+        find_checkpoint(tmp_path)
+    report = {"provenance": {"checkpoint": "runs/model/checkpoint_7"}}
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    with pytest.raises(UserError, match="It is an evaluation, of runs/model/checkpoint_7"):
+        find_checkpoint(tmp_path)
+
+
+def test_a_step_must_be_a_number(mixed):
+    with pytest.raises(UserError, match="The step is '7', not a whole number"):
+        find_checkpoint(mixed, "7")
+    assert find_checkpoint(mixed, np.int64(7)).step == 7
 
 
 def test_a_misspelled_path_is_answered_with_the_names_beside_it(mixed):

@@ -180,6 +180,15 @@ def test_transformers_gives_sentencepiece_s_tokens(tmp_path, write: Callable[[Pa
         assert tokenizer.convert_tokens_to_ids("<s>") == 2
 
 
+def test_a_vocabulary_with_less_than_half_the_rows_is_refused(
+    mesh_variables, write_mesh_checkpoint, tmp_path
+):
+    source = write_mesh_checkpoint(tmp_path / "source", mesh_variables(shape(3 * PIECES)))
+    with pytest.raises(UserError, match="1,408 pieces, and the model's embedding 3,924 rows"):
+        convert(source, tmp_path / "hf", "hf", vocabulary=str(plain(tmp_path / "vocabulary")))
+    assert not (tmp_path / "hf").exists()
+
+
 @pytest.mark.parametrize(
     ("binding", "sentinels"),
     [

@@ -202,7 +202,7 @@ def test_a_row_without_a_label_is_no_example_rather_than_the_last_choice(jinja, 
         (
             "{{answer_choices[label]}}",
             {"label": 1.0},
-            "1.0, which is not an int; write it with the",
+            "1.0, which is not an int: (.|\n)*empty cell (.|\n)*write it with the",
         ),
         ("{{answer_choices[label]}}", {"label": "1"}, "the index is '1', which is text; write it"),
         (

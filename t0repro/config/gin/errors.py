@@ -229,6 +229,11 @@ def _fix_of_value(error: Exception) -> str | None:
         return "Write straight quotation marks: 'text'. Word processors make curly ones of them."
     if call := re.search(r"=\s*([\w./]+\(\))", error.text or ""):
         return f"Write @{call[1]}: gin calls what begins with @."
+    if name := re.search(r"=\s*(\w+(?:\.\w+)+)\s*$", error.text or ""):
+        return (
+            f"Write @{name[1]}(), or @{name[1]} without a call, if it is a function; if it is a"
+            f""" text, in quotation marks within those of the shell: --gin_param="NAME = 'text'"."""
+        )
     return (
         "Correct the value. A text stands in quotation marks, within those of the shell:"
         """ --gin.NAME="'text'", --gin_param="NAME = 'text'"."""

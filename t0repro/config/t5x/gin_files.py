@@ -265,6 +265,13 @@ def _places_of(calls: Sequence[Reference], bindings: Bindings) -> Iterator[str]:
                 yield strip_folder(place or f"default of {short(call.selector)}.{argument}")
 
 
+# How values that are no numbers are written, in the shell's quotation marks.
+_FORMS = {
+    "TASK_FEATURE_LENGTHS": """"{'inputs': 512, 'targets': 114}\"""",
+    **dict.fromkeys(("MODEL_DIR", "MIXTURE_OR_TASK_NAME", "CHECKPOINT_PATH"), "\"'VALUE'\""),
+}
+
+
 def _check_macros(reached: Iterable[Reference], bindings: Bindings) -> list[str]:
     """Refuses macros that the program reads but nothing sets.
 
@@ -294,7 +301,8 @@ def _check_macros(reached: Iterable[Reference], bindings: Bindings) -> list[str]
         required = f" (required at {strip_folder(place)})" if place else ""
         lines.append(f"{name}{required}{hint}")
     them = "them" if len(missing) > 1 else missing[0]
-    fix = f"Set {them} in a gin file, or add {' '.join(f'--gin.{name}=VALUE' for name in missing)}."
+    added = " ".join(f"--gin.{name}={_FORMS.get(name, 'VALUE')}" for name in missing)
+    fix = f"Set {them} in a gin file, or add {added}."
     if "MODEL" in missing:
         fix = "Include a model's gin file before the run's: t5x/examples/t5/t5_1_1/small.gin, say."
     raise UserError(f"Macros without a value: {'; '.join(lines)}.", fix=fix)
