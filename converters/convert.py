@@ -138,6 +138,13 @@ def convert(
         find_checkpoint(base)
         ref = dataclasses.replace(ref, base=storage.local_path(base))
     destination.check_is_free(force)
+    other = {"hf": adapter_files.PEFT_CONFIG, "peft": hf.CONFIG}.get(to)
+    if other and storage.is_file(storage.join(destination.path, other)):
+        raise UserError(
+            f"The folder has {other}: an adapter and a whole model cannot share a folder.",
+            where=destination.path,
+            fix="Name another folder.",
+        )
     # Taken before reading the first byte, and compared after the last.
     files = fingerprint(ref)
     planned = _plan_adapter if to in ("peft", "adapter") else _plan

@@ -15,7 +15,7 @@ from t0repro.storage import input_path
 from t0repro.tasks.catalog import label
 from t0repro.tasks.mixture_checks import check_alike, check_seqio_rates
 from t0repro.tasks.source import PromptedRows
-from t0repro.tasks.task import ADDS_EOS, PromptedTask, TaskDescription
+from t0repro.tasks.task import ADDS_EOS, SCORE_EVAL_SUFFIX, PromptedTask, TaskDescription
 from t0repro.tasks.vocabulary import VocabularyFile
 
 if TYPE_CHECKING:
@@ -139,11 +139,13 @@ def find_named_tasks(name: str, option: str) -> Sequence[DescribedTask | seqio.T
         return find_tasks(name)
     except KeyError as error:
         _check_is_one(name, option)
-        known = [*registered_mixtures(), *registered_tasks()]
+        known = dict.fromkeys([*registered_mixtures(), *registered_tasks()])
+        # What ranks choices is the twin, of a mixture too.
+        twins = [each for each in known if f"{each}{SCORE_EVAL_SUFFIX}" not in known]
         raise UserError(
             f"There is no mixture or task {name!r}.",
             where=option,
-            fix=how_to_register(name, nearest_names(name, known)),
+            fix=how_to_register(name, nearest_names(name, twins)),
         ) from error
 
 

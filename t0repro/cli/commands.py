@@ -127,7 +127,8 @@ class Group(_Parsing, TyperGroup):
             near += difflib.get_close_matches(args[0].lower(), self.commands, n=2, cutoff=0.65)
             said, also = "Nearest:", ""
             if not near:
-                also = _name_takers(_visible_options(self)) or f" {self.get_short_help_str(200)}"
+                about = f" {self.get_short_help_str(200)}" if ctx.parent else ""
+                also = _name_takers(_visible_options(self)) or about
                 said = "There are"
             listed = ", ".join(dict.fromkeys(near or self.commands))
             ctx.fail(f"No such command {args[0]!r}. {said} {listed}.{also}")

@@ -574,12 +574,16 @@ def _parse_flags(arguments: Sequence[str]) -> list[str]:
         return flags.FLAGS(canonical_arguments(arguments))
     except flags.Error as error:
         said, _, near = str(error).partition(". Did you mean: ")
+        # Without --use_model_api, other flags have no effect.
+        read = {each for names in _HEADINGS.values() for each in names}
+        names = [f"--{each}" for each in near.removesuffix(" ?").split(", ") if each in read]
         fix = (
-            "--help lists the flags. A setting of the run is gin's:"
-            ' --gin_param="run.train_steps = 100"; scripts read some variables: TRAIN_STEPS=100.'
+            "--help lists the flags. A setting of the run is gin's: --gin_param="
+            '"run.train_steps = 100", or run.save_checkpoints_steps, run.batch_size; for some,'
+            " scripts read a variable: TRAIN_STEPS=100."
         )
-        if near:
-            fix = f"Nearest: --{near.removesuffix(' ?').replace(', ', ', --')}."
+        if names:
+            fix = f"Nearest: {', '.join(names)}."
         raise UserError(f"{said}.", where="the command line", fix=fix) from error
     except SystemExit:
         # absl exits with 1 even after printing help that was requested.

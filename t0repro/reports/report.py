@@ -24,6 +24,7 @@ from t0repro.reports.published import PublishedFigure
 from t0repro.reports.results import GROUP_TITLES, DatasetResult, GroupResult
 from t0repro.reports.statistics import Bootstrap
 from t0repro.reports.task_costs import TaskCost
+from t0repro.words import some
 
 SCHEMA_VERSION = 9
 
@@ -93,6 +94,8 @@ def load_report(path: str | os.PathLike[str]) -> Report:
         fix = "Give a report.json, or the folder that holds one."
         if (folder.parent / "report.json").is_file():
             fix = f"Name the folder above: {folder.parent}."
+        elif below := sorted(str(each.parent) for each in folder.glob("*/report.json")):
+            fix = f"Name one of those below: {some(below)}."
         elif (folder / "run_state.json").is_file():
             fix = f"It is a training run's folder: t0repro rank-eval --checkpoint {folder}."
         elif folder.is_dir():

@@ -186,6 +186,15 @@ def test_a_base_that_was_replaced_is_refused_with_both_hashes(own, tmp_path):
     assert not (tmp_path / "back").exists()
 
 
+def test_an_adapter_and_a_whole_model_do_not_share_a_folder(own, tmp_path):
+    _, adapter, merged = own
+    convert(adapter, tmp_path / "peft", "peft")
+    convert(merged, tmp_path / "hf", "hf")
+    for source, folder, to in ((adapter, "hf", "peft"), (merged, "peft", "hf")):
+        with pytest.raises(UserError, match="cannot share a folder"):
+            convert(source, tmp_path / folder, to, force=True)
+
+
 def test_an_adapter_is_inspected_as_one(own):
     base, adapter, merged = own
     found = inspect_checkpoint(adapter)

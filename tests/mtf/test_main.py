@@ -180,7 +180,7 @@ def failures(trained, server, tmp_path_factory) -> dict[str, tuple[int, str, boo
         ),
         "missing rows": _train_with(root / "new", "--gin_param=MIXTURE_NAME = 'tiny_missing_rows'"),
         "missing vocabulary": _train_with(root / "new", "--vocab=no_such.model"),
-        "unknown flag": _train_with(root / "new", "--no_such_flag=1"),
+        "unknown flag": _train_with(root / "new", "--save_checkpoints_steps=1"),
         "stray argument": _train_with(root / "new", "run.train_steps=3"),
         "no checkpoint": _train_with(root / "new", "--gin_file=score_eval.gin"),
         "no initial checkpoint": _train_with(
@@ -226,7 +226,7 @@ def _listing(root: Path) -> list[tuple[str, int]]:
         ("not cached", ["tiny_generate", "/cache", "seqio_cache_tasks --tasks='tiny_generate'"]),
         ("missing rows", ["super_glue/rte", "train.jsonl", "one JSON object per line"]),
         ("missing vocabulary", ["no_such.model", "--vocab"]),
-        ("unknown flag", ["no_such_flag"]),
+        ("unknown flag", ["save_checkpoints_steps", "gin's", "run.save_checkpoints_steps"]),
         ("stray argument", ["run.train_steps=3"]),
         ("no checkpoint", ["No checkpoint to evaluate", "Train first"]),
         ("no initial checkpoint", ["no/model.ckpt-1"]),

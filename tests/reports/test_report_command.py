@@ -46,6 +46,13 @@ def test_report_make_writes_nothing_on_bad_input(suite, tmp_path):
         run = CliRunner().invoke(app, ["make", *arguments])
         assert isinstance(run.exception, UserError)
     assert not out.exists()
+    # Rank-eval's own report knows what was trained on.
+    out = suite.folder.parent
+    (out / "scores").mkdir()
+    (out / "scores" / "step_20.json").touch()
+    run = CliRunner().invoke(app, ["make", str(suite.folder), "--out", str(out)])
+    assert "rank-eval writes its own report into this folder" in str(run.exception)
+    assert not (out / "report.json").exists()
 
 
 def test_report_make_help_shows_an_example():

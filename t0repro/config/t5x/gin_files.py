@@ -268,7 +268,9 @@ def _places_of(calls: Sequence[Reference], bindings: Bindings) -> Iterator[str]:
 # How values that are no numbers are written, in the shell's quotation marks.
 _FORMS = {
     "TASK_FEATURE_LENGTHS": """"{'inputs': 512, 'targets': 114}\"""",
-    **dict.fromkeys(("MODEL_DIR", "MIXTURE_OR_TASK_NAME", "CHECKPOINT_PATH"), "\"'VALUE'\""),
+    **dict.fromkeys(("MODEL_DIR", "EVAL_OUTPUT_DIR", "INFER_OUTPUT_DIR"), "\"'DIR'\""),
+    **dict.fromkeys(("CHECKPOINT_PATH", "INITIAL_CHECKPOINT_PATH"), "\"'DIR'\""),
+    "MIXTURE_OR_TASK_NAME": "\"'NAME'\"",
 }
 
 

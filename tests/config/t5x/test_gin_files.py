@@ -433,7 +433,7 @@ def test_missing_macros_are_all_named_with_what_was_probably_meant():
     missing = [each.split()[0] for each in caught.value.what.partition(": ")[2].split("; ")]
     assert len(missing) > 1
     assert all(f"--gin.{name.rstrip('.')}=" in caught.value.fix for name in missing)
-    assert """--gin.MODEL_DIR="'VALUE'\"""" in caught.value.fix
+    assert """--gin.MODEL_DIR="'DIR'\"""" in caught.value.fix
     assert "for which 'TRIAN_STEPS' may be meant" in caught.value.what
 
 
