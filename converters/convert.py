@@ -206,7 +206,7 @@ def _list_beside(directory: str, target: CheckpointRef) -> list[str]:
     beside = [] if storage.is_address(directory) else list_checkpoints(directory)
     return [
         f"{other.path}, of the same step, stays: name the one of the two that you mean, since the"
-        f" folder stands for one. `checkpoint verify` knows the new one's checksums only."
+        " folder stands for one. `checkpoint verify` knows the new one's checksums only."
         for other in beside
         if other.step == target.step and other.format != target.format
     ]

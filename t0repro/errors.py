@@ -29,11 +29,12 @@ class UserError(Exception):
             # Whatever is wrong with such a file, this is why.
             what = "The file is a Git LFS pointer; the content that it stands for is missing."
             where, fix = pointer, "Install git-lfs and run `git lfs pull` in the file's repository."
+        place = where or ""
         is_path = what.startswith("There is no such f")  # file or folder
-        near = _nearest_path(where or "", is_path)
+        near = _nearest_path(place, is_path)
         if near and not re.search(rf"(?<!\w){re.escape(near)}(?!\w)", f"{what} {fix}"):
             fix = f"{fix or ''} Nearest: {near}.".lstrip()
-        if is_path and "," in (where or "") and all(map(os.path.exists, (where or "").split(","))):
+        if is_path and "," in place and all(map(os.path.exists, place.split(","))):
             fix = f"{fix or ''} Several are named with blanks between them.".lstrip()
         # Now, since the names that a command's reader knows are forgotten with its context.
         self.what = rename_for_reader(what)

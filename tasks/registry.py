@@ -140,12 +140,12 @@ def find_named_tasks(name: str, option: str) -> Sequence[DescribedTask | seqio.T
     except KeyError as error:
         _check_is_one(name, option)
         known = dict.fromkeys([*registered_mixtures(), *registered_tasks()])
-        # What ranks choices is the twin, of a mixture too.
-        twins = [each for each in known if f"{each}{SCORE_EVAL_SUFFIX}" not in known]
+        # Not what has a twin, of a mixture too: the twin ranks choices.
+        ranked = [each for each in known if f"{each}{SCORE_EVAL_SUFFIX}" not in known]
         raise UserError(
             f"There is no mixture or task {name!r}.",
             where=option,
-            fix=how_to_register(name, nearest_names(name, twins)),
+            fix=how_to_register(name, nearest_names(name, ranked)),
         ) from error
 
 

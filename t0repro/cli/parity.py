@@ -71,9 +71,9 @@ def parity(
     if demo:
         gin, module_import = gin.with_demo(), [DEMO_MODULE, *(module_import or ())]
     inputs = mesh_inputs(gin, module_import, skipped, str(out / run.MESH_FOLDER))
-    # A second comparison would delete this one's files.
     if (out / "parity.json").exists():
         echo(f"note: this replaces the comparison in {out}", err=True)
+    # A second comparison would delete this one's files.
     with lock_folder(
         out, "a comparison of the stacks", fix="Wait for it to end, or choose another --out."
     ):

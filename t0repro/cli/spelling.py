@@ -12,7 +12,9 @@ T5X_NAMES = {
     "--gin_location_prefix": "--gin_search_paths",
     "--t5_tfds_data_dir": "--tfds_data_dir",
     "--additional_task_cache_dirs": "--cache_dir",
-    "cache: mesh_train_dataset_fn.use_cached = False": "cache: USE_CACHED_TASKS = False",
+    "mesh_train_dataset_fn.use_cached = False, in an evaluation mesh_eval_dataset_fn's": (
+        "USE_CACHED_TASKS = False"
+    ),
     "bind use_cached = True": "bind USE_CACHED_TASKS = True",
     "run.sequence_length": "utils.DatasetConfig.task_feature_lengths",
     "mesh_train_dataset_fn.seed": "train/utils.DatasetConfig.seed",

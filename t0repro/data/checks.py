@@ -378,7 +378,8 @@ def _check_cached(name: str, split: str, tasks: Sequence[Any]) -> None:
         fix = (
             f"{command}, with this run's --module_import. Name the folder with"
             " --additional_task_cache_dirs; or read without a cache:"
-            " mesh_train_dataset_fn.use_cached = False, or, for rank-eval, no --cache_dir."
+            " mesh_train_dataset_fn.use_cached = False, in an evaluation mesh_eval_dataset_fn's;"
+            " or, for rank-eval, no --cache_dir."
         )
     raise UserError(
         f"use_cached = True, but tasks of {name!r} are not cached ({len(missing)} of {len(tasks)}):"

@@ -87,7 +87,7 @@ def load_report(path: str | os.PathLike[str]) -> Report:
     Raises:
       UserError: if it does not exist, has another schema, or is not a report.
     """
-    path, folder = Path(path), Path(path)
+    folder = Path(path)
     path = folder / "report.json" if folder.is_dir() else folder
     if not path.is_file():
         what = "report here" if folder.is_dir() else "such file or folder"

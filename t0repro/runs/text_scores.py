@@ -76,13 +76,15 @@ def score(
     choices = list_texts(choices, "choices", "score")
     of_each = _list_choices(inputs, choices)
     _check_lengths(lengths)
+    # Before the checkpoint is read, which takes longer.
+    is_open = isinstance(vocabulary, VocabularyFile | None)
+    file = vocabulary if is_open else named_vocabulary(vocabulary)
     checkpoint = open_cached(_open, model, activation, step)
     if adapter is not None:
         checkpoint = attach_adapter(checkpoint, open_adapter_at(os.fspath(adapter)))
-    if vocabulary is None:
-        vocabulary = next(filter(None, map(own_vocabulary, checkpoint.folders)), None)
-    is_open = isinstance(vocabulary, VocabularyFile)
-    file = vocabulary if is_open else named_vocabulary(vocabulary)
+    if file is None:
+        own = filter(None, map(own_vocabulary, checkpoint.folders))
+        file = next(own, None) or named_vocabulary(None)
     check_fits(file, checkpoint.model.config.vocab_size, checkpoint.path, checkpoint.folders)
     examples = _examples(file, inputs, of_each, lengths)
     found = iter(score_examples(checkpoint.params, checkpoint.model, examples, lengths))

@@ -99,6 +99,11 @@ def test_what_does_not_pair_is_refused(inputs, choices, checkpoint):
         t0repro.score(checkpoint, inputs, choices, vocabulary=VOCABULARY)
 
 
+def test_a_vocabulary_that_is_not_there_is_named_before_the_checkpoint_is_read():
+    with pytest.raises(UserError, match="There is no vocabulary absent.model"):
+        t0repro.score("no/such/model", TEXTS, ["a"], vocabulary="absent.model")
+
+
 def test_the_model_comes_first(checkpoint):
     for call in (lambda: t0repro.score(TEXTS, "m", ["a"]), lambda: t0repro.encode(TEXTS, "m")):
         with pytest.raises(UserError, match="The model is of type list(.|\n)*checkpoint first"):

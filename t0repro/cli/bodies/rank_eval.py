@@ -191,11 +191,11 @@ def _steps(path: str, step: Sequence[str] | None) -> Sequence[int | None]:
         # By the time another process looks, there may be a newer one.
         found = broadcast_from_first(lambda: [ref.step for ref in sources.list_checkpoints(path)])
         there = {number for number in found if number is not None}
-        if not there and (only := sources.find_checkpoint(path)).step is not None:
-            say(f"note: --step=all: {path} is one checkpoint, of step {only.step}")
-        if len(there) == 1:
-            say(f"note: --step=all: {path} has one checkpoint, of step {max(there)}")
-        return sorted(there) or [sources.find_checkpoint(path).step]
+        # A checkpoint's own path, or that of a format without steps.
+        steps = sorted(there) or [sources.find_checkpoint(path).step]
+        if len(steps) == 1 and steps != [None]:
+            say(f"note: --step=all: {path} has one checkpoint, of step {steps[0]}")
+        return steps
     try:
         numbers = sorted({int(number) for each in step for number in each.split(",")})
     except ValueError as error:
