@@ -119,8 +119,10 @@ def _find(path: str, step: int | None, source: Format | None) -> CheckpointRef:
         if re.fullmatch(r"checkpoint_\d+", storage.base_name(path)):
             why = _describe_list_missing(path)
         else:
-            _refuse_formats(path, storage.list_names(path))
-            why = _describe_partial(path) or _describe_below(path) or _describe_folder(path)
+            below = _describe_below(path)
+            if not below:
+                _refuse_formats(path, storage.list_names(path))
+            why = _describe_partial(path) or below or _describe_folder(path)
         raise _not_found(what + why, path)
     if step is None:
         return _latest(path, refs, source)

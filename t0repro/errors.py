@@ -34,8 +34,10 @@ class UserError(Exception):
         near = _nearest_path(place, is_path)
         if near and not re.search(rf"(?<!\w){re.escape(near)}(?!\w)", f"{what} {fix}"):
             fix = f"{fix or ''} Nearest: {near}.".lstrip()
-        if is_path and "," in place and all(map(os.path.exists, place.split(","))):
-            fix = f"{fix or ''} Several are named with blanks between them.".lstrip()
+        # A label may stand before each path.
+        several = [each.rpartition("=")[2] for each in place.split(",")]
+        if is_path and len(several) > 1 and all(map(os.path.exists, several)):
+            fix = f"{fix or ''} Several are given one by one, not with commas.".lstrip()
         # Now, since the names that a command's reader knows are forgotten with its context.
         self.what = rename_for_reader(what)
         self.where = where and rename_for_reader(where)
@@ -83,7 +85,8 @@ def _nearest_path(where: str, is_path: bool) -> str | None:
             if os.path.isdir(parent or os.curdir):
                 beside = os.listdir(parent or os.curdir)
                 near = difflib.get_close_matches(name, beside, n=1, cutoff=0.75)
-                if not near:
+                # model.ckpt-1 is missing, and names several files.
+                if not near or near[0].startswith(f"{name}."):
                     return None
                 whole = os.path.join(parent, near[0]) + path[len(missing) :]
                 return whole if os.path.exists(whole) else os.path.join(parent, near[0])

@@ -10,7 +10,14 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from t0repro.errors import INSTALL_REFERENCE, OF_REFERENCE, UserError, place_in_module
+from t0repro.errors import (
+    INSTALL_REFERENCE,
+    OF_REFERENCE,
+    UserError,
+    place_in_module,
+    similar_names,
+)
+from t0repro.progress import say
 from t0repro.tasks.registration import describing
 from t0repro.tasks.registry import (
     prompted_mixtures,
@@ -18,7 +25,7 @@ from t0repro.tasks.registry import (
 )
 from t0repro.tasks.template_files import read_template_file
 from t0repro.tasks.template_registration import register_templates
-from t0repro.tasks.user_files import template_files
+from t0repro.tasks.user_files import TEMPLATES_VARIABLE, RowsMissing, template_files
 from t0repro.words import shortened
 
 # T0's own names for the module that registers its tasks.
@@ -80,16 +87,20 @@ def _no_module(module: str) -> UserError:
     if (package := module.partition(".")[0]) in OF_REFERENCE - sys.modules.keys():
         what = f"This needs {package}, which is not installed."
         return UserError(what, where=f"--module_import {module}", fix=INSTALL_REFERENCE)
+    known = [f"{_OWN}tasks.{name}" for name in ("t0", "demo", "local", "few_shot", "flan")]
+    near = similar_names(module, known + [path.stem for path in Path().glob("*.py")], 1)
+    nearest = f" Nearest: {near[0]}." if near else ""
     return UserError(
         f"There is no module {module!r}.",
         where="--module_import",
         fix="Name a module that registers tasks, for instance t0repro.tasks.t0. One of your own is"
-        " looked for in PYTHONPATH and in the working folder.",
+        f" looked for in PYTHONPATH and in the working folder.{nearest}",
     )
 
 
 # Of T0REPRO_TEMPLATES: like a module, each is registered once.
 _registered_files: set[str] = set()
+_said: set[str] = set()  # a command may load its tasks twice
 
 
 def load_tasks(
@@ -97,7 +108,8 @@ def load_tasks(
 ) -> None:
     """Imports modules that register tasks, and registers the tasks of template files.
 
-    The files that T0REPRO_TEMPLATES names are registered too.
+    The files that T0REPRO_TEMPLATES names are registered too; beside modules, only those that have
+    rows.
 
     Args:
       modules: Module names.
@@ -130,7 +142,17 @@ def load_tasks(
         for module in modules:
             _import(module)
         for path in templates:
-            register_templates(path)
+            try:
+                register_templates(path)
+            except RowsMissing as error:
+                # The variable may stand for all of a user's work, and the modules need other rows.
+                if path not in named or not modules:
+                    raise
+                named.remove(path)
+                note = f"note: {path}, of {TEMPLATES_VARIABLE}, is left out. {error}"
+                if note not in _said:
+                    say(note)
+                    _said.add(note)
     _registered_files.update(named)
 
 

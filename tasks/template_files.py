@@ -202,8 +202,9 @@ def _load(path: Path) -> _Mapping:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"not UTF-8: {error.reason}"
         raise UserError(
-            f"The template file cannot be read: {error}.",
+            f"The template file cannot be read: {why}.",
             where=str(path),
             fix="Name a file in promptsource's YAML format, in UTF-8.",
         ) from error

@@ -22,6 +22,7 @@ from t0repro.tasks.template_registration import register_templates
 from t0repro.tasks.template_saving import digest, save_template
 from t0repro.tasks.templates import is_own, task_name
 from t0repro.tasks.user_files import DATA_VARIABLE, data_folders
+from t0repro.words import some
 
 Dataset = tuple[str, str | None]
 
@@ -51,11 +52,12 @@ def dataset_of_file(path: Path) -> Dataset:
     suffix = rows_suffix(path)
     if suffix is None or not path.is_file():
         what = "is no file" if suffix is not None else "has no ending of a file of rows"
-        raise UserError(
-            f"{path.name} {what}.",
-            where=f"--rows {path}",
-            fix=f"Name one: {', '.join(SUFFIXES)}.",
-        )
+        fix = f"Name one: {', '.join(SUFFIXES)}."
+        if path.is_dir():
+            what = "is a folder"
+            if held := sorted(str(each) for each in path.rglob("*.*") if rows_suffix(each)):
+                fix = f"Name a file in it: {some(held)}."
+        raise UserError(f"{path.name} {what}.", where=f"--rows {path}", fix=fix)
     if next(read_rows(path, 0, 1), None) is None:
         raise UserError(
             "The file has no rows.", where=f"--rows {path}", fix="Name a file with rows."

@@ -54,7 +54,8 @@ def render_static(pages: Pages, count: int, most_bytes: int = _MOST_BYTES) -> tu
         given = some([label(*each) for each in pages.bench.row_files])
         asked = some(sorted({each.dataset for each in prompts}))
         said = (
-            f"No prompt is for the rows given, of the dataset {given}: the prompts are for {asked}"
+            f"No prompt is for the rows given, of the dataset {given}: the prompts are for {asked}."
+            " A file's name, or DATASET/default/SPLIT.csv, gives the dataset of its rows"
         )
     elif not samples:
         said = "No prompt has rows on this machine: set T0REPRO_DATA_DIR to a folder that has them"

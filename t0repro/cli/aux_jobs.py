@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from t0repro import storage
 from t0repro.cli.commands import App
 from t0repro.cli.gin_options import GinOptions
 from t0repro.cli.groups import expand_groups
@@ -17,6 +16,7 @@ from t0repro.cli.paths import source
 from t0repro.cli.results import echo, print_json
 from t0repro.cloud.auxiliary import check_jobs, hand_on_skip_missing, make_controller
 from t0repro.cloud.auxiliary_options import AuxiliaryOptions
+from t0repro.converters.sources import find_checkpoint
 from t0repro.errors import UserError
 from t0repro.jobs.journal import HEADER, curves, read_status, rows, to_json
 from t0repro.progress import Waiting, heard_by
@@ -78,12 +78,6 @@ def aux(
         )
     echo("checking what the jobs will read ...", err=True)
     check_address(model_dir, "--model_dir")
-    if once and not storage.is_directory(model_dir):
-        raise UserError(
-            "There is no such folder, so it has no checkpoints.",
-            where=f"--model_dir {model_dir}",
-            fix="Give the folder of the training run; without --once, it may not exist yet.",
-        )
     if skip_missing:
         jobs = hand_on_skip_missing(jobs)
     inputs = gin.t5x_inputs("train")
@@ -94,6 +88,8 @@ def aux(
             where="--auxiliary_job_mixtures",
             fix="Set T0REPRO_DATA_DIR to the folder of the datasets, or name other mixtures.",
         )
+    if once and read_run_state(model_dir) is None:
+        find_checkpoint(model_dir)  # raises unless there is one, and says where there are others
     with heard_by(typer.echo):
         controller = make_controller(model_dir, jobs, inputs)
     echo(f"looking for checkpoints in {model_dir} ...", err=True)

@@ -74,8 +74,11 @@ class _Parsing:
                 # Such as `vertex submit`, whose run has options that it does not read itself.
                 if any("[-- " in (each.metavar or "") for each in getattr(self, "params", ())):
                     error.message += f" An option of the run: -- {error.option_name}=VALUE."
-                elif ctx.allow_extra_args and not (
-                    "--" in given or ctx.ignore_unknown_options or hasattr(self, "commands")
+                elif (
+                    ctx.allow_extra_args
+                    and error.option_name.startswith("--")
+                    and not ("--" in given or ctx.ignore_unknown_options)
+                    and not hasattr(self, "commands")
                 ):
                     error.message += (
                         " The command to start follows two dashes, with its options: -- t0repro"
@@ -87,6 +90,9 @@ class _Parsing:
                 error.message += f". For several values it is repeated: {name} A {name} B."
             elif "Value error, " in message:  # how pydantic, which checks values, names its errors
                 error.message = message.replace("Value error, ", "", 1)
+            elif message.startswith("Input should be "):  # pydantic's too, without the input
+                wanted = message.removeprefix("Input ").partition(", unable")[0]
+                error.message = f"{error.__cause__.errors()[0]['input']!r} {wanted}."
             raise
 
 
@@ -123,8 +129,11 @@ class Group(_Parsing, TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The name, command and remaining words of a command line."""
         if args and args[0][:1] != "-" and self.get_command(ctx, args[0]) is None:
-            near = [word for word in re.split("[-_]", args[0].lower()) if word in self.commands]
-            near += difflib.get_close_matches(args[0].lower(), self.commands, n=2, cutoff=0.65)
+            word, known = args[0].lower(), self.commands
+            near = [each for each in re.split("[-_]", word) if each in known]
+            near += [each for each in [_COMMANDS_ELSEWHERE.get(word)] if each in known]
+            near += [f"{group} {word}" for group in known if word in _commands_of(known, group)]
+            near = near or difflib.get_close_matches(word, known, n=2, cutoff=0.65)
             said, also = "Nearest:", ""
             if not near:
                 about = f" {self.get_short_help_str(200)}" if ctx.parent else ""
@@ -186,6 +195,10 @@ class Loaded(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._commands)
+
+
+def _commands_of(commands: Mapping[str, Any], group: str) -> Mapping[str, Any]:
+    return getattr(commands[group], "commands", {})
 
 
 def _arguments(command: Any) -> list[Any]:
@@ -269,6 +282,12 @@ _CALLED_ELSEWHERE = {
     "tasks": "mixture", "output_dir": "out", "output_path": "out",
     "batch_size": "tokens_per_batch", "per_device_eval_batch_size": "tokens_per_batch",
     "nodes": "processes", "num_nodes": "processes", "nproc_per_node": "processes",
+    "n": "processes", "np": "processes", "init_checkpoint": "from", "model_dir": "from",
+}  # fmt: skip
+# What people may call a command -> its name.
+_COMMANDS_ELSEWHERE = {
+    "score": "rank-eval", "evaluate": "rank-eval", "predict": "infer", "generate": "infer",
+    "embed": "encode", "export": "convert", "finetune": "train", "view": "browse",
 }  # fmt: skip
 # What people give T5X's run modes as an option -> the macro of its gin files.
 _MACROS = {
@@ -277,6 +296,9 @@ _MACROS = {
     **dict.fromkeys(("mixture", "task", "tasks"), """--gin.MIXTURE_OR_TASK_NAME="'NAME'\""""),
     **dict.fromkeys(("train_steps", "steps", "max_steps"), "--gin.TRAIN_STEPS=N"),
     **dict.fromkeys(("num_train_epochs", "epochs"), "--gin.TRAIN_STEPS=N"),
+    **dict.fromkeys(
+        ("learning_rate", "lr"), "--gin.utils.create_learning_rate_scheduler.base_learning_rate=R"
+    ),
     "batch_size": "--gin.BATCH_SIZE=N",
 }
 

@@ -82,7 +82,7 @@ def compare(
     if step and len(step) != len(given):
         raise UserError(
             f"--step is given {counted(len(step), 'time')} for {counted(len(given), 'run')}.",
-            fix="Give one for each run, in their order.",
+            fix="Give one for each run, in their order: --step A --step B.",
         )
     others = [str(path) for _, path in given if path.suffix != ".jsonl"]
     if 0 < len(others) < len(given):

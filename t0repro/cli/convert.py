@@ -15,7 +15,6 @@ from t0repro.converters.convert import ConversionReport
 from t0repro.converters.convert import convert as convert_checkpoint
 from t0repro.converters.jax_tree import Layout
 from t0repro.converters.tensors import Format
-from t0repro.errors import UserError
 from t0repro.words import counted, sized
 
 _Format = Literal[Format, "adapter"]
@@ -27,9 +26,6 @@ Target = Annotated[
 Force = Annotated[
     bool, typer.Option("--force", help="Write into the target even if it exists; other files stay.")
 ]
-
-
-_FILES_OF_CHECKPOINTS = (".safetensors", ".msgpack", ".bin", ".pt", ".npz", ".index")
 
 
 def convert(
@@ -129,12 +125,6 @@ def convert(
     Example:
       t0repro convert runs/t0/model.ckpt-1112200 runs/t0_jax --to jax
     """
-    if dst.endswith(_FILES_OF_CHECKPOINTS):
-        raise UserError(
-            "A checkpoint is a folder, and this is the name of a file.",
-            where=f"DST {dst}",
-            fix=f"Name a folder, such as {dst.rpartition('.')[0]}.",
-        )
     echo(f"reading {src} ...", err=True)
 
     options = Options(

@@ -9,7 +9,7 @@ import typer
 
 from t0repro.cli.groups import expand_groups
 from t0repro.cli.options import AsJson, AttentionOptions, DType
-from t0repro.cli.paths import output, source
+from t0repro.cli.paths import output_file, source
 from t0repro.cli.results import echo, print_json
 from t0repro.words import counted
 
@@ -29,7 +29,7 @@ def encode(
         ),
     ],
     out: Annotated[
-        Path, typer.Option(callback=output, help="The file to write: .safetensors or .npz.")
+        Path, typer.Option(callback=output_file, help="The file to write: .safetensors or .npz.")
     ],
     pool: Annotated[
         Literal["mean", "first"] | None,

@@ -6,6 +6,7 @@ keeps the address, because the code that reads it opens addresses itself.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,33 @@ from t0repro.cli.spelling import canonical
 from t0repro.errors import UserError
 from t0repro.storage import check_address, check_folder, check_readable, input_path, output_path
 
+# Of files that commands write or read: nobody means a folder of such a name.
+_FILES = (
+    *(".bin", ".csv", ".html", ".index", ".json", ".jsonl", ".md", ".msgpack", ".npz", ".pdf"),
+    *(".png", ".pt", ".safetensors", ".svg", ".txt"),
+)
+
 
 def output(parameter: typer.CallbackParam, value: Path | None) -> Path | None:
-    """The callback of each option or argument that names what the command writes.
+    """The callback of each option or argument that names a folder that the command writes.
 
     Raises:
-      UserError: For an address that cannot be opened.
+      UserError: For the name of a file, or an address that cannot be opened.
     """
-    return None if value is None else output_path(value, _name(parameter))
+    if value is None:
+        return None
+    _check_names_folder(str(value), _name(parameter))
+    return output_path(value, _name(parameter))
+
+
+def _check_names_folder(path: str, name: str) -> None:
+    stem, _, _ = path.rpartition(".")
+    if path.endswith(_FILES) and not os.path.isdir(path):
+        raise UserError(
+            "A folder is written, and this is the name of a file.",
+            where=f"{name} {path}",
+            fix=f"Name a folder, such as {stem}.",
+        )
 
 
 def output_file(parameter: typer.CallbackParam, value: Path | None) -> Path | None:
@@ -32,7 +52,7 @@ def output_file(parameter: typer.CallbackParam, value: Path | None) -> Path | No
       UserError: For a file that exists, a folder, a path below a file, or an address that cannot
         be opened.
     """
-    path = output(parameter, value)
+    path = None if value is None else output_path(value, _name(parameter))
     if path is not None:
         if path.is_dir():
             raise UserError(
@@ -54,9 +74,10 @@ def target(parameter: typer.CallbackParam, value: str | None) -> str | None:
     """The callback of each argument that names where a converted checkpoint goes.
 
     Raises:
-      UserError: For an address that cannot be opened.
+      UserError: For the name of a file, or an address that cannot be opened.
     """
     if value is not None:
+        _check_names_folder(value, _name(parameter))
         # An address stays one: conversions write to it without a copy on this machine's disk.
         check_address(value, _name(parameter))
     return value

@@ -63,6 +63,8 @@ def find_tasks(eval_dir: str | os.PathLike[str]) -> dict[str, list[int]]:
         )
         if below:
             fix = f"Name the folder of one evaluation: {', '.join(below)}."
+        elif (folder / "run_state.json").is_file():
+            fix = f"It is a training run's folder: t0repro rank-eval --checkpoint {folder}."
         elif any(folder.glob("**/samples_*.jsonl")):
             fix = "Read lm-evaluation-harness's results with t0repro report make --from lm-eval."
         raise UserError(

@@ -176,7 +176,8 @@ def check(settings: JobSettings) -> tuple[frozenset[str], list[str]]:
         raise UserError(
             f"The auxiliary job is `{settings.run_mode}`, but there is no gin file for it.",
             where="--auxiliary_job_gin_file",
-            fix="Name a gin file that configures it.",
+            fix="Name a gin file that configures it, or another job:"
+            " --auxiliary_job_build_target_path 'rank-eval --module_import my.tasks'.",
         )
     return _check_gin(settings)
 

@@ -96,6 +96,8 @@ def load_report(path: str | os.PathLike[str]) -> Report:
             fix = f"Name the folder above: {folder.parent}."
         elif below := sorted(str(each.parent) for each in folder.glob("*/report.json")):
             fix = f"Name one of those below: {some(below)}."
+        elif made := sorted({str(each.parent) for each in folder.glob("*_eval/*_targets")}):
+            fix = f"t0repro report make {made[0]} --out DIR writes one."
         elif (folder / "run_state.json").is_file():
             fix = f"It is a training run's folder: t0repro rank-eval --checkpoint {folder}."
         elif folder.is_dir():

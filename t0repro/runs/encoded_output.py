@@ -43,9 +43,9 @@ def check_files(source: Path, out: Path, dtype: DType) -> None:
         )
     if out.suffix not in SUFFIXES:
         raise UserError(
-            f"The output's name ends in {out.suffix!r}.",
+            f"The output's name does not end in {' or '.join(SUFFIXES)}.",
             where=f"--out {out}",
-            fix=f"Choose {' or '.join(SUFFIXES)}.",
+            fix=f"Name it {out.with_suffix(SUFFIXES[0])}, for example.",
         )
     if out.suffix == ".npz" and dtype != "float32":
         raise UserError(

@@ -326,5 +326,6 @@ def test_the_static_file_says_which_prompts_lack_rows_or_examples_and_why(own, t
     other = make_bench([tmp_path / "mine.yaml"], [write_rows(tmp_path / "films.csv")])
     other.tasks = {name: task for name, task in other.tasks.items() if name.startswith("reviews_")}
     assert render_static(Pages(other, None), 2)[1] == (
-        "No prompt is for the rows given, of the dataset films: the prompts are for reviews"
+        "No prompt is for the rows given, of the dataset films: the prompts are for reviews."
+        " A file's name, or DATASET/default/SPLIT.csv, gives the dataset of its rows"
     )

@@ -74,6 +74,9 @@ def test_a_mistyped_command_or_option_exits_with_2(monkeypatch, capsys):
     assert run(monkeypatch, capsys, "doctor", "--jsn")[0] == 2
     code, _, said = run(monkeypatch, capsys, "convert", "a", "b", "--to", "jaxx")
     assert code == 2 and "Invalid value for '--to': 'jaxx' is not one of 'mtf'" in said
+    words = "rank-eval --checkpoint m --mixture x --out o --limit 0.1".split()
+    code, _, said = run(monkeypatch, capsys, *words)
+    assert code == 2 and "Invalid value for '--limit': '0.1' should be a valid integer." in said
 
 
 def test_an_option_of_a_jobs_run_is_sent_behind_the_dashes(monkeypatch, capsys):
@@ -88,6 +91,8 @@ def test_an_option_of_a_jobs_run_is_sent_behind_the_dashes(monkeypatch, capsys):
         (["Train"], "'Train'. Nearest: train."),
         (["convert_checkpoint", "a", "b"], "'convert_checkpoint'. Nearest: convert, checkpoint."),
         (["report", "runs/a"], "'runs/a'. There are make, verify, share, history."),
+        (["inspect", "runs/a"], "'inspect'. Nearest: checkpoint inspect."),
+        (["score", "runs/a"], "'score'. Nearest: rank-eval."),
     ],
 )
 def test_a_command_that_there_is_not_is_answered_with_those_that_there_are(
@@ -105,6 +110,18 @@ def test_an_option_of_transformers_or_the_harness_is_answered_with_ours(
 ):
     code, _, err = run(monkeypatch, capsys, "rank-eval", f"--{option}=a")
     assert code == 2 and f"No such option: --{option}. Nearest: --{here}" in err
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["plot runs --out curves.html", "convert a b.safetensors", "parity --demo --out p.json"],
+)
+def test_the_name_of_a_file_is_refused_where_a_folder_is_written(
+    monkeypatch, capsys, tmp_path, words
+):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(monkeypatch, capsys, *words.split())
+    assert code == 2 and "A folder is written, and this is the name of a file." in err
 
 
 def test_an_option_of_the_command_to_launch_is_answered_with_the_two_dashes(monkeypatch, capsys):

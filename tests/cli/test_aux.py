@@ -131,14 +131,18 @@ def test_the_pages_list_of_flags_and_its_script_spell_them_in_two_ways(
             ("auxiliary_mixtures", "auxiliary_job_build_target"),
         )
     ]  # fmt: skip
-    assert said[0] == said[1] and said[0][0] == 0, said
+    # They got as far as to look for checkpoints.
+    assert said[0] == said[1] and "The directory holds no checkpoint." in said[0][2], said
+    assert not (tmp_path / "auxiliary").exists()
 
 
 def test_a_folder_that_does_not_exist_has_no_checkpoints_now_and_is_not_made(tmp_path):
     missing = tmp_path / "modle"
-    done = aux(f"--model_dir={missing}", "--auxiliary_job_mixtures=a", "--once", check=False)
+    (tmp_path / "model").mkdir()
+    flags = ("--auxiliary_job_mixtures=a", "--auxiliary_job_build_target_path=true", "--once")
+    done = aux(f"--model_dir={missing}", *flags, check=False)
     assert done.returncode == 2
-    assert "There is no such folder" in done.stderr and f"--model_dir {missing}" in done.stderr
+    assert f"There is no such file or folder. Nearest: {tmp_path / 'model'}" in done.stderr
     assert not missing.exists()
 
 

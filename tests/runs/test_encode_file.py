@@ -127,7 +127,7 @@ def test_a_bad_line_is_named_before_the_model_is_read(lines, said, model, tmp_pa
 @pytest.mark.parametrize(
     ("texts", "out", "said"),
     [
-        ("mine.txt", "out", "ends in ''"),
+        ("mine.txt", "out", "does not end in .safetensors or .npz"),
         ("none.txt", "out.npz", "The file of texts does not exist"),
         (".", "out.npz", "The file of texts is a folder"),
         ("mine.csv", "out.npz", "A .csv file holds rows"),

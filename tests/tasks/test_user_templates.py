@@ -653,6 +653,22 @@ def test_every_command_that_takes_tasks_reads_the_files_of_the_variable(data, tm
     assert browsed.returncode == 0 and "my_reviews_was_it_good_" in static.read_text()
 
 
+def test_beside_modules_a_file_of_the_variable_without_rows_is_left_out_aloud(
+    data, tmp_path, forget, monkeypatch, capsys
+):
+    path = write(tmp_path, HEAD + GOOD)
+    monkeypatch.setenv("T0REPRO_TEMPLATES", str(path))
+    monkeypatch.setenv("T0REPRO_DATA_DIR", str(tmp_path))
+    for _ in range(2):  # noted once
+        load_tasks(["t0repro.tasks.demo"], into_seqio=False)
+    assert capsys.readouterr().err.count("is left out. There are no rows for") == 1
+    with pytest.raises(UserError, match="There are no rows for"):
+        load_tasks([], into_seqio=False)
+    monkeypatch.setenv("T0REPRO_DATA_DIR", str(data))  # the file was not taken as read
+    load_tasks(["t0repro.tasks.demo"], into_seqio=False)
+    assert "my_reviews_was_it_good_" in task_descriptions()
+
+
 MODULE = """import t0repro.tasks.user_templates
 from t0repro.tasks.registration import add_mixture
 add_mixture("of_module", {"my_reviews_was_it_good_": 3})
@@ -698,3 +714,14 @@ def test_a_modules_file_is_answered_with_its_name(module, fix):
     with pytest.raises(UserError, match="is a file, and not the name of a module") as error:
         load_tasks([module], None, into_seqio=False)
     assert error.value.fix.endswith(fix)
+
+
+@pytest.mark.parametrize(
+    ("module", "near"), [("t0repro.task.demo", "t0repro.tasks.demo"), ("my_taks", "my_tasks")]
+)
+def test_a_misspelt_module_is_answered_with_the_nearest(monkeypatch, tmp_path, module, near):
+    monkeypatch.chdir(tmp_path)
+    Path("my_tasks.py").touch()
+    with pytest.raises(UserError, match=f"There is no module '{module}'") as error:
+        load_tasks([module], None, into_seqio=False)
+    assert error.value.fix.endswith(f"Nearest: {near}.")
