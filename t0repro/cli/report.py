@@ -147,16 +147,16 @@ def make(
     echo(f"reading {eval_dir} ...", err=True)
 
     left_out: Mapping[str, str] = {}
-    if source is not None:
-        eval_dir, left_out = import_results(eval_dir, out)
-        for task, why in left_out.items():
-            echo(f"left out {task}: {why}", err=True)
-    if out.resolve() == eval_dir.resolve().parent and any(out.glob("scores/step_*.json")):
+    if any(out.glob("scores/step_*.json")):
         raise UserError(
             "rank-eval writes its own report into this folder.",
             where=f"--out {out}",
             fix="Name another folder, or start rank-eval again with the options that differ.",
         )
+    if source is not None:
+        eval_dir, left_out = import_results(eval_dir, out)
+        for task, why in left_out.items():
+            echo(f"left out {task}: {why}", err=True)
     # A mixture that was trained on is T0's unless another module is named.
     modules = modules_or_t0(module_import) if head.train_mixture else module_import or ()
     prompts = prompts_of_evaluations([eval_dir], modules)
