@@ -29,6 +29,7 @@ from t0repro.converters.conversion import (
     make_conversion,
     versions,
 )
+from t0repro.converters.finding import find_checkpoint, list_checkpoints
 from t0repro.converters.jax_tree import JaxReader
 from t0repro.converters.model_files import arithmetic_source, check_run_files
 from t0repro.converters.sources import (
@@ -36,10 +37,8 @@ from t0repro.converters.sources import (
     check_optimizer,
     check_slots_step,
     check_step,
-    find_checkpoint,
     fingerprint,
     has_slots,
-    list_checkpoints,
     open_checkpoint,
 )
 from t0repro.converters.tensors import (
@@ -109,15 +108,15 @@ def convert(
     written so far stay in a hidden directory, and the same call resumes from there.
 
     Args:
-      src: See `sources.find_checkpoint`.
+      src: See `finding.find_checkpoint`.
       dst: Directory, created if missing, or an address that does not exist yet. Like a model_dir,
         it receives `model.ckpt-<step>.*` and `checkpoint`, or `checkpoint_<step>/`; for hf, the
         model's files.
       to: Format to write. An adapter's checkpoint becomes a whole model, its base with the adapter
         merged into it; "peft" and "adapter" write the adapter alone, for PEFT and as a run here
         saves it.
-      step: See `sources.find_checkpoint`.
-      source: See `sources.find_checkpoint`.
+      step: See `finding.find_checkpoint`.
+      source: See `finding.find_checkpoint`.
       base: Of an adapter, the base, if it is not where the adapter says.
       force: Write into `dst` even if it exists, replacing a checkpoint of the same step and format;
         other files there are kept.

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from t0repro.converters.adapter_files import MergedReader
+from t0repro.converters.finding import find_checkpoint
 from t0repro.converters.jax_tree import JaxReader
 from t0repro.converters.model_files import check_run_files
 from t0repro.converters.mtf import MtfReader
@@ -19,7 +20,6 @@ from t0repro.converters.sources import (
     check_optimizer,
     check_slots_step,
     check_step,
-    find_checkpoint,
     has_slots,
     open_checkpoint,
 )
@@ -80,8 +80,8 @@ def inspect_checkpoint(path: str | os.PathLike[str], step: int | None = None) ->
     """Reads every tensor of a checkpoint and summarizes it.
 
     Args:
-      path: See `sources.find_checkpoint`.
-      step: See `sources.find_checkpoint`.
+      path: See `finding.find_checkpoint`.
+      step: See `finding.find_checkpoint`.
 
     Raises:
       UserError: If the checkpoint is damaged, incomplete or not a T5.
@@ -190,7 +190,7 @@ def compare(
     """Compares two checkpoints.
 
     Args:
-      a: A checkpoint; see `sources.find_checkpoint`.
+      a: A checkpoint; see `finding.find_checkpoint`.
       b: The other checkpoint.
       tolerance: Largest absolute difference that counts as equal; 0 requires identical bits and
         types.
@@ -269,8 +269,8 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verificatio
     what could not be checked.
 
     Args:
-      path: See `sources.find_checkpoint`.
-      step: See `sources.find_checkpoint`.
+      path: See `finding.find_checkpoint`.
+      step: See `finding.find_checkpoint`.
 
     Raises:
       UserError: If a file is missing or damaged, or the checkpoint is incomplete or not a T5.

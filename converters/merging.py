@@ -15,7 +15,8 @@ from t0repro import storage
 from t0repro.converters.adapter_files import MergedReader
 from t0repro.converters.conversion import Options, Target
 from t0repro.converters.convert import ConversionReport, convert, prepare
-from t0repro.converters.sources import find_adapter, find_checkpoint, open_checkpoint
+from t0repro.converters.finding import find_adapter, find_checkpoint
+from t0repro.converters.sources import open_checkpoint
 from t0repro.converters.tensors import CheckpointReader, CheckpointRef, bytes_of
 from t0repro.converters.witnesses import MANIFEST, manifest_of
 from t0repro.errors import UserError

@@ -16,7 +16,7 @@ from t0repro.config.checkpoints import RestoreConfig
 from t0repro.config.combinations import check_has_base
 from t0repro.config.configuration import RunInputs
 from t0repro.config.run import Mode, TrainRun
-from t0repro.converters import mtf, sources
+from t0repro.converters import finding, mtf
 from t0repro.converters.model_files import open_configured
 from t0repro.converters.own_tokenizer import check_own_tokenizer
 from t0repro.converters.tensor_bundle import BundleReader
@@ -46,13 +46,13 @@ def open_start(config: TrainRun, fresh: Callable[[], FlatTree]) -> StoredTree | 
         # The base's parameters; checkpoints in model_dir are the adapter's.
         check_has_base(config)
         assert rules is not None and isinstance(rules.path, str)
-        return open_configured(sources.find_checkpoint(rules.path), model)
-    if storage.is_directory(model_dir) and sources.list_checkpoints(model_dir):
-        return open_configured(sources.find_checkpoint(model_dir), model)
+        return open_configured(finding.find_checkpoint(rules.path), model)
+    if storage.is_directory(model_dir) and finding.list_checkpoints(model_dir):
+        return open_configured(finding.find_checkpoint(model_dir), model)
     if rules is None:
         return None
     assert isinstance(rules.path, str), "a training run starts from one checkpoint"
-    ref = sources.find_checkpoint(rules.path)
+    ref = finding.find_checkpoint(rules.path)
     # The shared position bias stays under its name too, which an assignment_map may give.
     tree = open_configured(ref, model, keep_shared=bool(rules.assignment_map))
     if rules.variable_filter is not None:
@@ -276,7 +276,7 @@ def check_checkpoints(inputs: RunInputs, *, jax: bool) -> None:
     elif inputs.mode in get_args(Mode):
         steps = inputs.eval_checkpoint_step
         steps = list(steps) if isinstance(steps, tuple) else steps
-        refs = sources.list_checkpoints(inputs.model_dir)
+        refs = finding.list_checkpoints(inputs.model_dir)
         if not jax and refs and all(ref.format != "mtf" for ref in refs):
             raise _stack_error(refs[-1], "The latest of model_dir", inputs.master_dtype)
         checkpoints = checkpoints_to_evaluate(inputs.model_dir, steps, jax=jax)
@@ -306,7 +306,7 @@ def checkpoints_to_evaluate(model_dir: str, steps: Any, *, jax: bool) -> list[st
       UserError: If model_dir has no checkpoint, or its latest is unknown.
     """
     if not mtf.mtf_steps(model_dir):
-        if jax and any(ref.format != "mtf" for ref in sources.list_checkpoints(model_dir)):
+        if jax and any(ref.format != "mtf" for ref in finding.list_checkpoints(model_dir)):
             return []
         if steps is None and os.path.isdir(model_dir):
             return []
@@ -345,7 +345,7 @@ def _choose_prefixes(model_dir: str, steps: Any, jax: bool) -> list[str | None]:
 
 def _checkpoints_to_start_from(inputs: RunInputs, *, jax: bool) -> list[str]:
     """The checkpoints that training reads: the latest of model_dir, and init_checkpoint."""
-    refs = sources.list_checkpoints(inputs.model_dir)
+    refs = finding.list_checkpoints(inputs.model_dir)
     chosen = [mtf.latest_mtf_prefix(inputs.model_dir)]
     if not jax:
         mtf.check_state_file(inputs.model_dir)
@@ -367,7 +367,7 @@ def _initial(path: str, inputs: RunInputs, jax: bool) -> str | None:
     if prefix := mtf.latest_mtf_prefix(path):
         mtf.check_state_file(path)
         return prefix
-    raise _stack_error(sources.find_checkpoint(path), "init_checkpoint", inputs.master_dtype)
+    raise _stack_error(finding.find_checkpoint(path), "init_checkpoint", inputs.master_dtype)
 
 
 def _stack_error(ref: CheckpointRef, what: str, master_dtype: str) -> UserError:
@@ -389,7 +389,7 @@ def open_bundle(prefix: str) -> BundleReader:
     """
     if not storage.is_file(f"{prefix}.index"):
         raise UserError(
-            sources.absence(prefix),
+            finding.absence(prefix),
             where=prefix,
             fix="Give a path without '.index', e.g. DIR/model.ckpt-1000; with --backend=jax also a"
             " folder that holds a checkpoint of any format.",

@@ -25,7 +25,7 @@ from t0repro.tasks.registry import (
 )
 from t0repro.tasks.template_files import read_template_file
 from t0repro.tasks.template_registration import register_templates
-from t0repro.tasks.user_files import TEMPLATES_VARIABLE, RowsMissing, template_files
+from t0repro.tasks.user_files import TEMPLATES_VARIABLE, NoRowsError, template_files
 from t0repro.words import shortened
 
 # T0's own names for the module that registers its tasks.
@@ -144,11 +144,11 @@ def load_tasks(
         for path in templates:
             try:
                 register_templates(path)
-            except RowsMissing as error:
+            except NoRowsError as error:
                 # The variable may stand for all of a user's work, and the modules need other rows.
                 if path not in named or not modules:
                     raise
-                named.remove(path)
+                named = [each for each in named if each != path]
                 note = f"note: {path}, of {TEMPLATES_VARIABLE}, is left out. {error}"
                 if note not in _said:
                     say(note)

@@ -22,7 +22,7 @@ from t0repro.tasks.source import Split
 from t0repro.tasks.task import PromptedTask
 from t0repro.tasks.template_files import TemplateFile, read_template_file
 from t0repro.tasks.templates import task_name
-from t0repro.tasks.user_files import DATA_VARIABLE, TEMPLATES_VARIABLE, RowsMissing, data_folders
+from t0repro.tasks.user_files import DATA_VARIABLE, TEMPLATES_VARIABLE, NoRowsError, data_folders
 from t0repro.words import some
 
 
@@ -41,7 +41,7 @@ def register_templates(path: str | Path, *, rows_needed: bool = True) -> list[Pr
       The tasks, without the twins.
 
     Raises:
-      RowsMissing: If the folder of the rows is missing.
+      NoRowsError: If the folder of the rows is missing.
       UserError: If the file is broken, or a name is taken.
     """
     content = read_template_file(path)
@@ -136,7 +136,7 @@ def _splits(content: TemplateFile, rows_needed: bool) -> dict[str, dict[str, Spl
         there = f"Or set {DATA_VARIABLE} to {above[0]}, which holds them."
     else:
         there = f"Folders with files, nearest: {nearest_names(named, sorted(known))}."
-    raise RowsMissing(
+    raise NoRowsError(
         f"There are no rows for {content.path}, of {label(content.dataset, content.subset)}.",
         where=" or ".join(map(str, folders)),
         fix="Put <split>.jsonl, .parquet, .csv or .tsv there, or name several folders:"

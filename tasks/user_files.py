@@ -16,7 +16,7 @@ DATA_VARIABLE = "T0REPRO_DATA_DIR"
 TEMPLATES_VARIABLE = "T0REPRO_TEMPLATES"
 
 
-class RowsMissing(UserError):
+class NoRowsError(UserError):
     """The rows of a user's prompts are not on this machine."""
 
 
@@ -24,7 +24,7 @@ def data_folders() -> list[Path]:
     """The folders that T0REPRO_DATA_DIR names; a split is read from the first that has it.
 
     Raises:
-      RowsMissing: If the variable is not set or does not name folders.
+      NoRowsError: If the variable is not set or does not name folders.
     """
     fix = (
         f"Set {DATA_VARIABLE} to a folder that holds <dataset>/<subset or default>/<split>.jsonl"
@@ -32,12 +32,12 @@ def data_folders() -> list[Path]:
     )
     value = os.environ.get(DATA_VARIABLE)
     if not value:
-        raise RowsMissing(f"{DATA_VARIABLE} is not set, so there are no rows to read.", fix=fix)
+        raise NoRowsError(f"{DATA_VARIABLE} is not set, so there are no rows to read.", fix=fix)
     folders = [input_path(path, DATA_VARIABLE) for path in _paths_in(DATA_VARIABLE)]
     missing = next((folder for folder in folders if not folder.is_dir()), None)
     if missing is not None:
         absent = "is a file" if missing.exists() else "does not exist"
-        raise RowsMissing(
+        raise NoRowsError(
             f"The data folder {f'{missing} ' if len(folders) > 1 else ''}{absent}.",
             where=f"{DATA_VARIABLE}={value}",
             fix=fix,

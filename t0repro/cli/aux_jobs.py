@@ -16,7 +16,7 @@ from t0repro.cli.paths import source
 from t0repro.cli.results import echo, print_json
 from t0repro.cloud.auxiliary import check_jobs, hand_on_skip_missing, make_controller
 from t0repro.cloud.auxiliary_options import AuxiliaryOptions
-from t0repro.converters.sources import find_checkpoint
+from t0repro.converters.finding import find_checkpoint
 from t0repro.errors import UserError
 from t0repro.jobs.journal import HEADER, curves, read_status, rows, to_json
 from t0repro.progress import Waiting, heard_by

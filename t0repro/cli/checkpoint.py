@@ -12,12 +12,12 @@ from t0repro.cli.commands import App
 from t0repro.cli.options import AsJson
 from t0repro.cli.paths import output, source
 from t0repro.cli.results import echo, print_columns, print_json
+from t0repro.converters.finding import find_checkpoint
 from t0repro.converters.inspection import Comparison, Inspection, Verification, inspect_checkpoint
 from t0repro.converters.inspection import compare as compare_checkpoints
 from t0repro.converters.inspection import verify as verify_checkpoint
 from t0repro.converters.released import catalog, families, find, needs_of, this_machine
 from t0repro.converters.released import fetch as fetch_checkpoint
-from t0repro.converters.sources import find_checkpoint
 from t0repro.errors import UserError
 from t0repro.parameters import naming
 from t0repro.parameters.shape import describe

@@ -238,7 +238,7 @@ def _run_mesh_tensorflow(options: Any) -> None:
 def _load(options: Any, *, float32_activations: bool, with_packages: bool = False) -> Configuration:
     """The configuration; the Model API's flags amount to the same bindings as gin files would."""
     from t0repro.config.mtf import dialect
-    from t0repro.converters.sources import find_checkpoint
+    from t0repro.converters.finding import find_checkpoint
 
     return dialect.load(
         gin_inputs(options),

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.config.model import DType
-from t0repro.converters.sources import checkpoint_at, list_checkpoints
+from t0repro.converters.finding import checkpoint_at, list_checkpoints
 from t0repro.errors import UserError
 from t0repro.evaluation import records
 from t0repro.evaluation.code_version import generation_digest, rendering_digest, scoring_digest

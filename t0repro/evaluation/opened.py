@@ -98,10 +98,10 @@ def open_checkpoint(
     Raises:
       UserError: if there is no checkpoint, or it is damaged, incomplete or no T5.
     """
-    from t0repro.converters import sources
+    from t0repro.converters import finding, sources
     from t0repro.converters.adapter_files import is_adapter, open_adapter
 
-    ref = sources.find_checkpoint(path, step)
+    ref = finding.find_checkpoint(path, step)
     # What an adapter alone shows does not describe the model.
     if is_adapter(ref):
         where = sources.base_of(ref).path
@@ -125,12 +125,12 @@ def check_checkpoint(
     Raises:
       UserError: see `open_checkpoint`; or if an adapter has other sizes.
     """
-    from t0repro.converters import sources
+    from t0repro.converters import finding, sources
     from t0repro.converters.adapter_files import is_adapter, open_adapter
     from t0repro.model.t5 import T5
     from t0repro.partitioning.devices import choose
 
-    ref = sources.find_checkpoint(path, step)
+    ref = finding.find_checkpoint(path, step)
     owns = [open_adapter_at(adapter) for adapter in adapters]
     if is_adapter(ref):
         if owns:
@@ -159,9 +159,9 @@ def open_encoder(path: str, activation: DType, step: int | None = None) -> Check
     Raises:
       UserError: if there is no checkpoint, or it is damaged, incomplete or no T5 with an encoder.
     """
-    from t0repro.converters import sources
+    from t0repro.converters import finding, sources
 
-    ref = sources.find_checkpoint(path, step)
+    ref = finding.find_checkpoint(path, step)
     tree = sources.open_tree(ref, slots=False, encoder_only=True)
     if naming.is_decoder_only(tree):
         raise _make_no_encoder_error(path)
@@ -174,9 +174,9 @@ def encoder_shape(path: str, step: int | None = None) -> ModelShape:
     Raises:
       UserError: as `open_encoder`.
     """
-    from t0repro.converters import sources
+    from t0repro.converters import finding, sources
 
-    shape = sources.check_checkpoint(sources.open_checkpoint(sources.find_checkpoint(path, step)))
+    shape = sources.check_checkpoint(sources.open_checkpoint(finding.find_checkpoint(path, step)))
     if shape.decoder_only:
         raise _make_no_encoder_error(path)
     return shape
@@ -208,7 +208,7 @@ def open_cached(
     Raises:
       UserError: if there is none, or the open one is of another step.
     """
-    from t0repro.converters import model_files, sources
+    from t0repro.converters import finding, model_files
 
     if isinstance(model, Checkpoint):
         if step not in (None, model.step):
@@ -219,7 +219,7 @@ def open_cached(
             )
         return model
     # A folder's latest checkpoint changes during training, and a file when it is replaced.
-    version = model_files.version(sources.find_checkpoint(model, step))
+    version = model_files.version(finding.find_checkpoint(model, step))
     return _open_version(open_one, os.fspath(model), json.dumps(version), activation, step)
 
 
@@ -291,7 +291,7 @@ def open_adapter_at(path: str) -> AdapterCheckpoint:
       UserError: If there is none, or it is a whole model's, or damaged.
     """
     from t0repro.converters.adapter_files import open_adapter
-    from t0repro.converters.sources import find_adapter
+    from t0repro.converters.finding import find_adapter
 
     return open_adapter(find_adapter(path))
 

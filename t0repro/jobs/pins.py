@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from t0repro import storage
-from t0repro.converters import sources
+from t0repro.converters import finding, sources
 from t0repro.converters.mtf import OPERATIVE_CONFIG
 from t0repro.converters.tensors import CheckpointRef
 from t0repro.errors import UserError
@@ -32,7 +32,7 @@ def complete_checkpoints(model_dir: Path) -> dict[int, CheckpointRef]:
     """Step -> complete checkpoint in a training run's folder, ascending; {} before the first."""
     if not model_dir.is_dir():
         return {}
-    return {ref.step: ref for ref in sources.list_checkpoints(model_dir) if ref.step is not None}
+    return {ref.step: ref for ref in finding.list_checkpoints(model_dir) if ref.step is not None}
 
 
 class Pins(Protocol):
@@ -71,7 +71,7 @@ class Links:
             with atomic_directory(place) as temporary:
                 _link(ref, temporary)
                 copy = str(temporary / os.path.basename(ref.path))
-                sources.open_checkpoint(sources.find_checkpoint(copy))  # checks files and sizes
+                sources.open_checkpoint(finding.find_checkpoint(copy))  # checks files and sizes
         except (FileNotFoundError, UserError):
             # Deletion takes a while: only part of the checkpoint may have been linked.
             if ref.step not in complete_checkpoints(Path(ref.path).parent):

@@ -18,7 +18,7 @@ from typing import Any
 import tensorflow
 
 import gin
-from t0repro.converters import sources
+from t0repro.converters import finding, sources
 from t0repro.converters.witnesses import parameters_digest
 from t0repro.errors import UserError
 from t0repro.evaluation import records
@@ -244,7 +244,7 @@ class _Evaluation:
 def _describe_checkpoint(path: str, step: int) -> Checkpoint:
     """A record's facts about a checkpoint; the digest is empty if it is not a T5."""
     try:
-        reader = sources.open_checkpoint(sources.find_checkpoint(path))
+        reader = sources.open_checkpoint(finding.find_checkpoint(path))
         digest = parameters_digest(reader.tensors, reader.read)
     except UserError:
         digest = ""

@@ -15,7 +15,7 @@ from t0repro.config.data import EvalDataConfig
 from t0repro.config.mtf.dialect import load
 from t0repro.config.mtf.parser import MeshInputs
 from t0repro.config.run import TrainRun
-from t0repro.converters import sources
+from t0repro.converters import finding, sources
 from t0repro.converters.convert import convert
 from t0repro.converters.sources import load_any
 from t0repro.converters.tensors import FlatTree
@@ -202,7 +202,7 @@ def _mesh_checkpoint(start: str | None, out: Path) -> str | None:
     """The prefix of a start as a float32 Mesh TensorFlow checkpoint, converted if need be."""
     if start is None:
         return None
-    found = sources.find_checkpoint(start)
+    found = finding.find_checkpoint(start)
     # Check dtypes before converting: a float32 start is used as it is.
     reader = sources.open_checkpoint(found)
     types = {x.dtype for key, x in reader.tensors.items() if key.startswith(naming.PARAMETERS)}
@@ -210,7 +210,7 @@ def _mesh_checkpoint(start: str | None, out: Path) -> str | None:
         return found.path
     folder = out / MESH_FOLDER / "start"
     convert(found.path, folder, "mtf", dtype="float32")
-    return sources.find_checkpoint(folder).path
+    return finding.find_checkpoint(folder).path
 
 
 def run_mesh_side(job: Job) -> tuple[StackResult, int]:

@@ -24,11 +24,11 @@ def check_restored(
     restore: RestoreConfig, config: TrainRun, vocabularies: tuple[Any, Any]
 ) -> Iterator[str]:
     """The checkpoint that a training run starts from unless it resumes from one of its own."""
-    from t0repro.converters import sources
+    from t0repro.converters import finding
     from t0repro.runs.restored_checkpoints import choose_checkpoints
     from t0repro.training.model_dir import check_steps_left
 
-    if storage.is_directory(config.model_dir) and sources.list_checkpoints(config.model_dir):
+    if storage.is_directory(config.model_dir) and finding.list_checkpoints(config.model_dir):
         yield f"not read: {config.model_dir} has checkpoints"
         return
     model_from = config.provenance.get("model.d_model")
@@ -42,7 +42,7 @@ def check_restored(
 
 def check_own_checkpoints(config: TrainRun, allow_changed: bool) -> Iterator[str]:
     """The checkpoints and the data that a run continues from in its model_dir."""
-    from t0repro.converters import sources
+    from t0repro.converters import finding
     from t0repro.data.train_data import train_batches
     from t0repro.training.checkpoints import checkpoint_path, data_folder, latest_step
     from t0repro.training.model_dir import check_model_dir, check_steps_left
@@ -50,7 +50,7 @@ def check_own_checkpoints(config: TrainRun, allow_changed: bool) -> Iterator[str
     check_model_dir(config.model_dir, "jax", config, allow_changed=allow_changed)
     step = latest_step(config.model_dir)
     if step is None and storage.is_directory(config.model_dir):
-        for ref in sources.list_checkpoints(config.model_dir)[-1:]:
+        for ref in finding.list_checkpoints(config.model_dir)[-1:]:
             check_steps_left(config, ref.step or 0)
             yield f"training continues from {ref.path} ({ref.format})"
             return

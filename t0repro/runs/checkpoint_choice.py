@@ -15,7 +15,7 @@ import numpy as np
 
 from t0repro.config.configuration import Configuration
 from t0repro.config.run import CheckpointRun, InferenceRun
-from t0repro.converters import sources
+from t0repro.converters import finding
 from t0repro.converters.model_files import open_configured
 from t0repro.errors import UserError
 from t0repro.evaluation.generation import decode_texts, generate_tokens
@@ -33,9 +33,9 @@ SECONDS_BETWEEN_POLLS = 1.0
 def checkpoints_in(folder: str) -> list[Any]:
     """A folder's checkpoints; with several processes, all use the first one's listing."""
     names = broadcast_from_first(
-        lambda: [str(ref.path) for ref in sources.list_checkpoints(folder)]
+        lambda: [str(ref.path) for ref in finding.list_checkpoints(folder)]
     )
-    return [ref for ref in sources.list_checkpoints(folder) if str(ref.path) in names]
+    return [ref for ref in finding.list_checkpoints(folder) if str(ref.path) in names]
 
 
 def choose_checkpoints(config: CheckpointRun) -> Iterator[Any]:

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import numpy as np
 
 from t0repro.config.model import DType
+from t0repro.converters.finding import find_checkpoint
 from t0repro.converters.own_tokenizer import own_vocabulary
-from t0repro.converters.sources import find_checkpoint
 from t0repro.errors import UserError, check_choice
 from t0repro.evaluation.encoding import Pool, encode_ids
 from t0repro.evaluation.opened import Checkpoint, encoder_shape, open_cached, open_encoder

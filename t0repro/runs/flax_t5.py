@@ -169,10 +169,10 @@ def _hub_folder(name: str, subfolder: str, revision: str | None) -> str:
 
 def _config(folder: str) -> SimpleNamespace:
     """The content of config.json; of another format's checkpoint, what a conversion would write."""
-    from t0repro.converters import hf_files, sources
+    from t0repro.converters import finding, hf_files, sources
     from t0repro.converters.model_files import arithmetic, arithmetic_source, gin_text
 
-    ref = sources.find_checkpoint(folder)
+    ref = finding.find_checkpoint(folder)
     if ref.format == "hf":
         return SimpleNamespace(**read_config(ref.path))
     shape, source = sources.check_checkpoint(sources.open_checkpoint(ref)), arithmetic_source(ref)

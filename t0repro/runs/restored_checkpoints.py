@@ -13,7 +13,7 @@ import flax.traverse_util
 from t0repro import storage
 from t0repro.config.checkpoints import RestoreConfig
 from t0repro.config.run import InferenceRun
-from t0repro.converters import jax_tree, sources
+from t0repro.converters import finding, jax_tree, sources
 from t0repro.converters.model_files import open_configured
 from t0repro.converters.tensors import CheckpointRef, cast_parameters
 from t0repro.converters.witnesses import INTEGRITY
@@ -38,17 +38,17 @@ def choose_checkpoints(restore: RestoreConfig) -> list[CheckpointRef]:
         if restore.mode == "all":
             present = checkpoints_in(path)
             if not present:
-                sources.find_checkpoint(path)  # raises, and says what is wrong
+                finding.find_checkpoint(path)  # raises, and says what is wrong
             refs += present
         else:
             # By the time another process looks, the latest may be a newer one.
-            found = broadcast_from_first(lambda path=path: str(sources.find_checkpoint(path).path))
-            refs.append(sources.find_checkpoint(found))
+            found = broadcast_from_first(lambda path=path: str(finding.find_checkpoint(path).path))
+            refs.append(finding.find_checkpoint(found))
     if restore.adapter is None:
         return refs
     adapter = restore.adapter
-    own = sources.find_adapter(
-        broadcast_from_first(lambda: str(sources.find_adapter(adapter).path))
+    own = finding.find_adapter(
+        broadcast_from_first(lambda: str(finding.find_adapter(adapter).path))
     )
     return [dataclasses.replace(own, base=ref.path) for ref in refs]
 
@@ -59,7 +59,7 @@ def is_there(restore: RestoreConfig) -> bool:
     def is_found() -> bool:
         try:
             paths = [*restore.paths, *([restore.adapter] if restore.adapter else [])]
-            return all(sources.find_checkpoint(path) for path in paths)
+            return all(finding.find_checkpoint(path) for path in paths)
         except UserError:
             return False
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from t0repro.config.configuration import Configuration
 from t0repro.config.run import TrainRun
-from t0repro.converters import sources
+from t0repro.converters import finding
 from t0repro.converters.restoring import open_start
 from t0repro.data.train_data import make_train_eval_batches, train_batches
 from t0repro.evaluation.evaluator import infer_eval
@@ -48,7 +48,7 @@ def start_training(
         lock_for_training(model_dir, "jax", config, allow_changed=allow_changed) as check,
     ):
         # Look only under the lock: before it, another run might still be saving here.
-        resumed = bool(sources.list_checkpoints(model_dir))
+        resumed = bool(finding.list_checkpoints(model_dir))
         written = output_folder(model_dir)
         train(
             config,

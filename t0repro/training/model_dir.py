@@ -23,7 +23,7 @@ from typing import Any, Literal
 from t0repro import storage
 from t0repro.config.optimizer import OptaxConfig
 from t0repro.config.run import TrainRun
-from t0repro.converters import sources
+from t0repro.converters import finding, sources
 from t0repro.converters.adapter_files import (
     AdapterReader,
     is_adapter,
@@ -126,9 +126,9 @@ def check_model_dir(
       UserError: if something does not fit; the message says what.
     """
     folder = os.fspath(model_dir)
-    refs = sources.list_checkpoints(model_dir) if storage.is_directory(folder) else []
+    refs = finding.list_checkpoints(model_dir) if storage.is_directory(folder) else []
     if not refs:
-        if other := sources.checkpoint_at(folder):
+        if other := finding.checkpoint_at(folder):
             raise UserError(
                 f"The folder is a checkpoint itself, of the format {other.format}; training would"
                 " start from initialized parameters beside it.",
@@ -138,7 +138,7 @@ def check_model_dir(
             )
         return None
     _check_stack(refs, backend, folder)
-    ref = sources.find_checkpoint(model_dir)
+    ref = finding.find_checkpoint(model_dir)
     # Only an optax chain itself can name its state.
     of_optax = config is not None and isinstance(config.optimizer, OptaxConfig)
     _check_kind(ref, config)

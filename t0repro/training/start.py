@@ -17,7 +17,7 @@ from t0repro import storage
 from t0repro.adapters import LORA_B
 from t0repro.config.optimizer import AdafactorConfig
 from t0repro.config.run import TrainingPlan, TrainRun
-from t0repro.converters import sources
+from t0repro.converters import finding, sources
 from t0repro.converters.adapter_files import (
     AdapterNote,
 )
@@ -195,7 +195,7 @@ def _start_adapter(
         where, tree = os.fspath(tree), load_tree(tree)
     elif restore is not None:
         # The checkpoint itself: another may become the latest of its folder.
-        where = sources.find_checkpoint(str(restore.path)).path
+        where = finding.find_checkpoint(str(restore.path)).path
     where = storage.absolute(where)
     base, digest = base_parameters(tree, shapes.frozen, where)
     note = AdapterNote(adapter, where, digest)

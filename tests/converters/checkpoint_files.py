@@ -6,7 +6,7 @@ import os
 
 import numpy as np
 
-from t0repro.converters.sources import find_checkpoint
+from t0repro.converters.finding import find_checkpoint
 from t0repro.converters.tensor_bundle import BundleReader
 
 

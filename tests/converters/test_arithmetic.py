@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from t0repro.converters.convert import convert
+from t0repro.converters.finding import find_checkpoint
 from t0repro.converters.model_files import check_configured, open_configured
-from t0repro.converters.sources import find_checkpoint, load_any, open_any
+from t0repro.converters.sources import load_any, open_any
 from t0repro.errors import UserError
 from t0repro.evaluation.opened import open_checkpoint
 

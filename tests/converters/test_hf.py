@@ -10,9 +10,10 @@ import pytest
 
 from t0repro.converters import hf
 from t0repro.converters.convert import convert
+from t0repro.converters.finding import find_checkpoint
 from t0repro.converters.inspection import inspect_checkpoint
 from t0repro.converters.safetensors_files import SafetensorsFile
-from t0repro.converters.sources import find_checkpoint, open_checkpoint
+from t0repro.converters.sources import open_checkpoint
 from t0repro.errors import UserError
 from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape

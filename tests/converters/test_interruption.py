@@ -10,7 +10,7 @@ import pytest
 
 from t0repro.converters import mtf
 from t0repro.converters.convert import convert
-from t0repro.converters.sources import find_checkpoint
+from t0repro.converters.finding import find_checkpoint
 from t0repro.errors import UserError
 from t0repro.storage.locks import LOCK_FILE
 

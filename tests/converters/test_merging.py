@@ -9,7 +9,7 @@ import pytest
 
 from t0repro import storage
 from t0repro.adapters import ia3, lora
-from t0repro.converters import sources
+from t0repro.converters import finding, sources
 from t0repro.converters.adapter_files import open_adapter
 from t0repro.converters.convert import convert
 from t0repro.converters.inspection import inspect_checkpoint
@@ -200,7 +200,7 @@ def test_an_adapter_is_inspected_as_one(own):
     found = inspect_checkpoint(adapter)
     own_parameters = sum(
         math.prod(each.shape)
-        for key, each in open_adapter(sources.find_checkpoint(adapter)).tensors.items()
+        for key, each in open_adapter(finding.find_checkpoint(adapter)).tensors.items()
         if key.startswith("target/")
     )
     assert found.adapter == {

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from t0repro.adapters import ia3, lora
-from t0repro.converters import sources
+from t0repro.converters import finding, sources
 from t0repro.converters.adapter_files import open_adapter
 from t0repro.converters.convert import convert
 from t0repro.converters.safetensors_files import SafetensorsFile
@@ -108,7 +108,7 @@ def test_an_adapter_that_peft_trained_is_read_here(peft, bases, model, kind, tmp
     convert(trained, tmp_path / "own", "adapter")
     convert(tmp_path / "own", tmp_path / "back", "peft")
     names = ("trained", "back")
-    before, after = (open_adapter(sources.find_checkpoint(tmp_path / name)) for name in names)
+    before, after = (open_adapter(finding.find_checkpoint(tmp_path / name)) for name in names)
     assert before.tensors.keys() == after.tensors.keys()
     for key in before.tensors:
         np.testing.assert_array_equal(before.read(key), after.read(key), err_msg=key)
@@ -135,7 +135,7 @@ def test_t_fews_vectors_become_a_folder_of_pefts(peft, bases, tmp_path, monkeypa
     monkeypatch.setattr("sys.argv", words)
     runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "demo" / words[0]))
     found, expected = (
-        open_adapter(sources.find_checkpoint(tmp_path / name))
+        open_adapter(finding.find_checkpoint(tmp_path / name))
         for name in ("t_few_pretrained", "own")
     )
     found.check_continues(expected.note.adapter, MODELS["gated, untied"].shape)

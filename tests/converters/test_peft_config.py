@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from t0repro.adapters import ia3, lora
-from t0repro.converters import sources
+from t0repro.converters import finding
 from t0repro.converters.adapter_files import AdapterCheckpoint, open_adapter
 from t0repro.converters.convert import convert
 from t0repro.converters.inspection import verify
@@ -30,7 +30,7 @@ SHAPE = MODELS["gated, untied"].shape
 
 def opened(folder: Path) -> AdapterCheckpoint:
     """An adapter's checkpoint, compared with the model of SHAPE."""
-    own = open_adapter(sources.find_adapter(folder))
+    own = open_adapter(finding.find_adapter(folder))
     own.check_shape(own.note.adapter, SHAPE)
     return own
 

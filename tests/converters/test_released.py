@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from t0repro.cli import checkpoint
 from t0repro.converters import released
 from t0repro.converters.convert import convert
-from t0repro.converters.sources import check_checkpoint, find_checkpoint, open_checkpoint
+from t0repro.converters.finding import find_checkpoint
+from t0repro.converters.sources import check_checkpoint, open_checkpoint
 from t0repro.errors import UserError
 
 from .checkpoint_files import assert_same_bits, read_variables

@@ -9,12 +9,8 @@ import pytest
 
 from t0repro.converters import mtf
 from t0repro.converters.convert import convert
-from t0repro.converters.sources import (
-    find_checkpoint,
-    list_checkpoints,
-    load_any,
-    open_checkpoint,
-)
+from t0repro.converters.finding import find_checkpoint, list_checkpoints
+from t0repro.converters.sources import load_any, open_checkpoint
 from t0repro.errors import UserError
 from t0repro.parameters import naming
 

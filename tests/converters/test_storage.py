@@ -9,8 +9,9 @@ import pytest
 
 from t0repro import storage
 from t0repro.converters.convert import convert
+from t0repro.converters.finding import find_checkpoint
 from t0repro.converters.inspection import compare, verify
-from t0repro.converters.sources import find_checkpoint, load_any
+from t0repro.converters.sources import load_any
 from t0repro.errors import UserError
 
 from .checkpoint_files import assert_same_bits, read_variables

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t0repro.converters.convert import convert
-from t0repro.converters.sources import find_checkpoint, load_any
+from t0repro.converters.finding import find_checkpoint
+from t0repro.converters.sources import load_any
 from t0repro.errors import UserError
 from t0repro.parameters import naming
 from t0repro.parameters.shape import ModelShape

@@ -12,8 +12,9 @@ import pytest
 from flax import serialization
 
 from t0repro.converters.convert import convert
+from t0repro.converters.finding import find_checkpoint
 from t0repro.converters.inspection import verify
-from t0repro.converters.sources import find_checkpoint, load_any
+from t0repro.converters.sources import load_any
 from t0repro.converters.t5x_msgpack import FlaxFile
 from t0repro.errors import UserError
 from t0repro.evaluation.opened import open_checkpoint

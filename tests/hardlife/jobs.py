@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from t0repro.config.model import DTypePolicy
-from t0repro.converters.sources import find_checkpoint
+from t0repro.converters.finding import find_checkpoint
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.training.checkpoints import (

@@ -14,7 +14,8 @@ import tensorflow as tf
 
 from t0repro.config.t5x.gin_files import T5xInputs, parse
 from t0repro.config.t5x.run import read_infer_run
-from t0repro.converters.sources import find_checkpoint, load_any
+from t0repro.converters.finding import find_checkpoint
+from t0repro.converters.sources import load_any
 from t0repro.errors import UserError
 
 from ..runs.tiny_gin import SIZES, save_checkpoint

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from t0repro.adapters import lora
 from t0repro.config.t5x.run import read_infer_run
-from t0repro.converters.sources import find_checkpoint
+from t0repro.converters.finding import find_checkpoint
 from t0repro.errors import UserError
 from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.model_functions import ModelFunctions

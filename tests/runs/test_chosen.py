@@ -9,7 +9,7 @@ from t0repro import storage
 from t0repro.config.checkpoints import RestoreConfig
 from t0repro.config.t5x.run import read_eval_run
 from t0repro.converters.convert import convert
-from t0repro.converters.sources import find_checkpoint
+from t0repro.converters.finding import find_checkpoint
 from t0repro.errors import UserError
 from t0repro.runs.restored_checkpoints import choose_checkpoints, identity, is_there
 

@@ -12,7 +12,7 @@ from t0repro.cli.bodies.training import start
 from t0repro.config.t5x.gin_files import T5xInputs, parse
 from t0repro.config.t5x.model import read_vocabularies
 from t0repro.config.t5x.run import read_eval_run, read_infer_run, read_train_run
-from t0repro.converters.sources import find_checkpoint
+from t0repro.converters.finding import find_checkpoint
 from t0repro.errors import UserError
 from t0repro.evaluation.evaluator import model_features
 from t0repro.runs import batch_infer

@@ -86,7 +86,7 @@ def forms(tmp_path_factory):
 
 
 def find(folder):
-    from t0repro.converters.sources import find_checkpoint
+    from t0repro.converters.finding import find_checkpoint
 
     return find_checkpoint(folder).path
 

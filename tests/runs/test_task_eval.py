@@ -14,7 +14,7 @@ import seqio
 from t0repro.adapters import ia3
 from t0repro.config.decoding import DecodingPlan
 from t0repro.config.t5x.run import read_eval_run
-from t0repro.converters.sources import find_checkpoint
+from t0repro.converters.finding import find_checkpoint
 from t0repro.errors import UserError
 from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.evaluator import DescribedEvaluator

@@ -18,7 +18,7 @@ from t0repro.config.combinations import check_combinations
 from t0repro.config.model import Layout
 from t0repro.config.optimizer import AdamWeightDecayConfig
 from t0repro.config.run import TerminateOnNanConfig
-from t0repro.converters import sources
+from t0repro.converters import finding, sources
 from t0repro.converters.adapter_files import (
     AdapterNote,
     AdapterReader,
@@ -233,7 +233,7 @@ def test_a_run_starts_from_another_adapter_as_step_0(base, trained, tmp_path):
         return run(dataclasses.replace(config, plan=plan))
 
     convert(place, tmp_path / "peft", "peft")
-    tree, own = started(base), AdapterReader(sources.find_checkpoint(place))
+    tree, own = started(base), AdapterReader(finding.find_checkpoint(place))
     for key in (key for key in own.tensors if key.startswith("target/")):
         np.testing.assert_array_equal(tree[key], own.read(key), err_msg=key)
     assert tree["state/step"] == 0
@@ -333,7 +333,7 @@ def test_a_merged_models_logits_are_the_adapted_models(base, trained, name):
     frozen = jax.tree.map(
         lambda x: x.astype(adapter.base_dtype).astype("float32"), nested(sources.open_any(base))
     )
-    reader = AdapterReader(sources.find_checkpoint(place))
+    reader = AdapterReader(finding.find_checkpoint(place))
     own = nested({key: reader.read(key) for key in reader.tensors})
     batch = tiny.batches(1)[0]
     adapted = plain.apply({"params": join_adapter(frozen, own, adapter.scale)}, batch)

@@ -22,7 +22,7 @@ from t0repro.cli.rank_eval_options import (
 )
 from t0repro.cli.results import echo, print_for_people, print_json
 from t0repro.cloud.trackers.table import check_trackers
-from t0repro.converters import sources
+from t0repro.converters import finding
 from t0repro.errors import UserError, needs_reference_tier
 from t0repro.evaluation.evaluation_folder import EvaluationSettings, check_settings
 from t0repro.evaluation.opened import (
@@ -189,10 +189,10 @@ def _steps(path: str, step: Sequence[str] | None) -> Sequence[int | None]:
         return [None]
     if list(step) == ["all"]:
         # By the time another process looks, there may be a newer one.
-        found = broadcast_from_first(lambda: [ref.step for ref in sources.list_checkpoints(path)])
+        found = broadcast_from_first(lambda: [ref.step for ref in finding.list_checkpoints(path)])
         there = {number for number in found if number is not None}
         # A checkpoint's own path, or that of a format without steps.
-        steps = sorted(there) or [sources.find_checkpoint(path).step]
+        steps = sorted(there) or [finding.find_checkpoint(path).step]
         if len(steps) == 1 and steps != [None]:
             say(f"note: --step=all: {path} has one checkpoint, of step {steps[0]}")
         return steps
@@ -206,7 +206,7 @@ def _steps(path: str, step: Sequence[str] | None) -> Sequence[int | None]:
         ) from error
     # Now: the first step's scores would otherwise come hours before the news that the last is none.
     for number in numbers:
-        sources.find_checkpoint(path, number)
+        finding.find_checkpoint(path, number)
     return numbers
 
 
