@@ -10,10 +10,13 @@ import jax
 import numpy as np
 
 from t0repro.config.run import InferenceRun
+from t0repro.converters.finding import list_checkpoints
 from t0repro.model.t5 import T5, parameter_shapes
 from t0repro.parameters import naming
 from t0repro.partitioning.devices import Partitioning, choose
-from t0repro.storage import make_folder, write_atomically
+from t0repro.progress import say
+from t0repro.storage import is_file, make_folder, write_atomically
+from t0repro.training.run_state import RUN_STATE_FILE
 from t0repro.training.train_state import TrainState
 
 # The sizes in the table of parameters, as T5X's network names its logical axes.
@@ -44,9 +47,14 @@ def describe_training(
 def describe_inference(plan: InferenceRun, gin_text: str) -> None:
     """Writes both files into the output folder of an evaluation or inference.
 
+    A training run's folder keeps its own, which say how its checkpoints compute.
+
     Raises:
       UserError: If the available devices cannot be arranged as the run's layout asks.
     """
+    if is_file(os.path.join(plan.output_dir, RUN_STATE_FILE)) or list_checkpoints(plan.output_dir):
+        say(f"note: {plan.output_dir} is a training run's; its config.gin and model-info.txt stay")
+        return
     model = T5(plan.model, plan.dtypes)
     parameters = parameter_shapes(model)
     step = jax.ShapeDtypeStruct((), np.int32)

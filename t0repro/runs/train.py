@@ -171,8 +171,6 @@ def train(
     if plan.relative_steps is not None:
         end_step = start.step + plan.relative_steps
     check_steps_left(config, start.step)
-    if describe is not None and is_first():
-        describe(shapes, partitioning)
     written = output_folder(model_dir)
     evaluated = last_evaluated(written)
     nothing = (
@@ -183,6 +181,8 @@ def train(
     if start.step >= end_step and not evaluations.still_due(plan, start, evaluated):
         say(nothing)
         return fresh(start.state) if start.is_new else start.state
+    if describe is not None and is_first():
+        describe(shapes, partitioning)
 
     microbatches = counted(config.num_microbatches, "microbatch", "microbatches")
     parts = f"{counted(config.batch_size, 'sequence')} in {microbatches}"

@@ -92,7 +92,12 @@ def lock_for_training(
             return
         if reader is not None and shapes is not None and not allow_changed:
             check_slots(reader, shapes)
-        # Only now: a refused run must leave the record of what trained the checkpoints.
+        # Only now: a run that is refused, or has no step left, must leave the record of what
+        # trained the checkpoints.
+        refs = finding.list_checkpoints(model_dir)
+        last = max((ref.step or 0 for ref in refs), default=-1)
+        if config.plan.relative_steps is None and last >= config.train_steps:
+            return
         with explain_errors(path := output_path(model_dir) / RECORD):
             _say_changes(path, config)
             settings = {**_settings(config), _OTHERS: _other_settings(config)}

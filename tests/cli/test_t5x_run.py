@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -79,6 +80,18 @@ def assert_described(output):
     assert "MIXTURE_OR_TASK_NAME = " in (output / "config.gin").read_text()
     info = (output / "model-info.txt").read_text()
     assert "Total number of parameters: 26720" in info and "param_states" not in info
+
+
+def test_an_evaluation_into_a_training_runs_folder_keeps_the_runs_configuration(
+    checkpoint, tmp_path
+):
+    shutil.copytree(checkpoint, tmp_path / checkpoint.name)
+    (tmp_path / "config.gin").write_text("# of the training\n")
+    code, _, said = run("eval", *macros(tmp_path, tmp_path), "--gin.seqio.Evaluator.num_examples=4")
+    assert code == 0 and "is a training run's; its config.gin and model-info.txt stay" in said
+    assert (tmp_path / "config.gin").read_text() == "# of the training\n"
+    assert (tmp_path / "inference_eval" / f"{TASK}-metrics.jsonl").is_file()
+    assert not (tmp_path / "model-info.txt").exists()
 
 
 def macros_of(mode, checkpoint, output):

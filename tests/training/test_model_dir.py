@@ -69,6 +69,16 @@ def test_the_same_run_goes_on_and_so_does_one_with_another_loss_or_schedule(mode
     check(model_dir, optimizer=dataclasses.replace(tiny.ADAFACTOR, factor_map=ALL_HEURISTIC))
 
 
+def test_a_start_with_no_step_left_keeps_the_record_of_what_trained_the_checkpoints(model_dir):
+    before = contents(model_dir)
+    softer = dataclasses.replace(tiny.MODEL, dropout_rate=0.1)
+    described = []
+    config = tiny.run_config(model_dir, 2, model=softer)
+    with lock_for_training(model_dir, "jax", config) as check:
+        train(config, tiny.batches(2), check=check, describe=lambda *_: described.append(1))
+    assert contents(model_dir) == before and not described
+
+
 def test_a_change_of_what_may_change_is_said_where_the_run_goes_on(model_dir):
     def said_by_a_start_with(**changes):
         said = []
