@@ -94,13 +94,14 @@ def _checkpoints(
 
 
 class EvaluatedCheckpoints:
-    """The evaluations done into a folder, kept in its evaluated.json.
+    """The evaluations done into a folder, kept in its inference_eval/evaluated.json.
 
     A checkpoint counts as evaluated only with the same model, examples and decoding.
     """
 
     def __init__(self, plan: EvalRun):
-        self.path = Path(plan.output_dir) / RECORD
+        # A training run's folder has an evaluated.json of its own.
+        self.path = Path(plan.output_dir) / FOLDER / RECORD
         settings = {**plan.decisive(), "evaluator": dataclasses.asdict(plan.evaluator)}
         # Sort keys, so that equal settings give equal texts.
         self._settings = json.dumps(settings, sort_keys=True)
@@ -131,7 +132,9 @@ class EvaluatedCheckpoints:
     def _read(self) -> dict[str, dict[str, str | None]]:
         """Settings -> path -> identity, None in a record of a version that knew paths alone."""
         # Treat a damaged record as missing: its checkpoints are evaluated again.
-        rows = (read_with_checksum(self.path) or {"evaluated": []})["evaluated"]
+        # Earlier versions wrote it into the folder itself.
+        record = read_with_checksum(self.path) or read_with_checksum(self.path.parents[1] / RECORD)
+        rows = (record or {"evaluated": []})["evaluated"]
         return {
             json.dumps(row["settings"], sort_keys=True): {
                 path: row.get("identities", {}).get(path) for path in row["checkpoints"]
