@@ -29,7 +29,7 @@ from t0repro.converters.conversion import (
     make_conversion,
     versions,
 )
-from t0repro.converters.finding import find_checkpoint, list_checkpoints
+from t0repro.converters.finding import checkpoint_at, find_checkpoint, list_checkpoints
 from t0repro.converters.jax_tree import JaxReader
 from t0repro.converters.model_files import arithmetic_source, check_run_files
 from t0repro.converters.sources import (
@@ -137,13 +137,7 @@ def convert(
         find_checkpoint(base)
         ref = dataclasses.replace(ref, base=storage.local_path(base))
     destination.check_is_free(force)
-    other = {"hf": adapter_files.PEFT_CONFIG, "peft": hf.CONFIG}.get(to)
-    if other and storage.is_file(storage.join(destination.path, other)):
-        raise UserError(
-            f"The folder has {other}: an adapter and a whole model cannot share a folder.",
-            where=destination.path,
-            fix="Name another folder.",
-        )
+    _check_stands_for_it(destination.path, to)
     # Taken before reading the first byte, and compared after the last.
     files = fingerprint(ref)
     planned = _plan_adapter if to in ("peft", "adapter") else _plan
@@ -151,6 +145,27 @@ def convert(
     if dry_run:
         return dataclasses.replace(report, dry_run=True)
     return _write(reader, report, conversion, destination, files)
+
+
+def _check_stands_for_it(folder: str, to: Target) -> None:
+    """Refuses a folder that would stand for another checkpoint than the one to be written into it.
+
+    A folder of transformers or PEFT is one checkpoint itself; in other folders they lie by step.
+    """
+    if storage.is_address(folder) or not storage.is_directory(folder):
+        return
+    alone = ("hf", "peft")
+    itself, within = checkpoint_at(folder), list_checkpoints(folder)
+    held = itself if itself is not None and itself.format in alone else None
+    if held is None and to in alone and within:
+        held = within[-1]
+    if held is not None and held.format != to:
+        raise UserError(
+            f"The folder holds a checkpoint of the format {held.format}; one of the format {to} in"
+            " it would be mistaken for the other.",
+            where=held.path,
+            fix="Name another folder.",
+        )
 
 
 def _plan(
@@ -201,9 +216,13 @@ def _plan(
 
 
 def _list_beside(directory: str, target: CheckpointRef) -> list[str]:
-    """A note on another checkpoint of the same step in the folder that is written into."""
+    """Notes on checkpoints of the same step, or a later one, in the folder that is written into."""
     beside = [] if storage.is_address(directory) else list_checkpoints(directory)
+    last = beside[-1] if beside else target
+    later = (last.step or 0) > (target.step or 0)
     return [
+        f"The folder stands for its latest step, {last.path}: name the new one, {target.path}."
+    ] * later + [
         f"{other.path}, of the same step, stays: name the one of the two that you mean, since the"
         " folder stands for one. `checkpoint verify` knows the new one's checksums only."
         for other in beside

@@ -15,7 +15,7 @@ from t0repro import storage
 from t0repro.converters import adapter_files, hf, jax_tree, mtf, released, t5x_msgpack
 from t0repro.converters.adapter_files import check_is_adapter
 from t0repro.converters.tensors import CheckpointRef, Format
-from t0repro.errors import UserError, similar_names
+from t0repro.errors import UserError
 from t0repro.words import some
 
 
@@ -123,12 +123,13 @@ def absence(path: str) -> str:
     there = f"; its directory has {_steps(refs)}" if refs else ""
     # A name such as model.ckpt-1 is of several files.
     if not named and not storage.exists(path):
-        directory, name = os.path.split(path.rstrip("/"))
-        beside = [] if storage.is_address(path) else storage.list_names(directory or ".")
-        near = [os.path.join(directory, each) for each in similar_names(name, beside, 3)]
-        if beside and not near and (checkpoint_at(directory) or list_checkpoints(directory)):
-            near = [directory or "."]
-        return f"There is no such file or folder.{f' Nearest: {some(near)}.' if near else ''}"
+        directory = os.path.dirname(path.rstrip("/")) or "."
+        above = ""
+        if storage.is_directory(directory) and (
+            checkpoint_at(directory) or list_checkpoints(directory)
+        ):
+            above = f" There are checkpoints in {directory}."
+        return f"There is no such file or folder.{above}"
     return f"Checkpoint not found{there}."
 
 

@@ -18,6 +18,7 @@ from t0repro.tasks.vocabulary import (
     named_vocabulary,
     not_a_model,
     processor_of,
+    refuse_other_paths,
     sentinels_lacking,
 )
 
@@ -192,6 +193,7 @@ def _read_model(vocabulary: Path) -> tuple[bytes, Any, Any]:
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
 
+    refuse_other_paths(str(vocabulary), "--vocab")
     try:
         content = vocabulary.read_bytes()
         model = sentencepiece_model_pb2.ModelProto.FromString(content)

@@ -80,18 +80,25 @@ def _nearest_path(where: str, is_path: bool) -> str | None:
         return None
     with contextlib.suppress(OSError, ValueError):
         missing = path.rstrip(os.sep)
+        if re.search(r"(checkpoint_|model[.]ckpt-)\d+$", missing):
+            return None  # the nearest name is not that of the nearest step
         while missing and not os.path.lexists(missing):
             parent, name = os.path.split(missing)
             if os.path.isdir(parent or os.curdir):
                 beside = os.listdir(parent or os.curdir)
                 near = difflib.get_close_matches(name, beside, n=1, cutoff=0.75)
-                # model.ckpt-1 is missing, and names several files.
-                if not near or near[0].startswith(f"{name}."):
+                if not near or _is_empty(os.path.join(parent, near[0])):
                     return None
                 whole = os.path.join(parent, near[0]) + path[len(missing) :]
                 return whole if os.path.exists(whole) else os.path.join(parent, near[0])
             missing = parent
     return None
+
+
+def _is_empty(path: str) -> bool:
+    """Whether a folder has only locks, as one that a command made before it failed."""
+    files = (file for _, _, names in os.walk(path) for file in names)
+    return os.path.isdir(path) and all(file.startswith(".") for file in files)
 
 
 INSTALL_PYARROW = "EXTRAS=parquet bash scripts/setup.sh, in a checkout, or pip install pyarrow."

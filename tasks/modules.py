@@ -19,10 +19,7 @@ from t0repro.errors import (
 )
 from t0repro.progress import say
 from t0repro.tasks.registration import describing
-from t0repro.tasks.registry import (
-    prompted_mixtures,
-    task_descriptions,
-)
+from t0repro.tasks.registry import left_out_files, prompted_mixtures, task_descriptions
 from t0repro.tasks.template_files import read_template_file
 from t0repro.tasks.template_registration import register_templates
 from t0repro.tasks.user_files import TEMPLATES_VARIABLE, NoRowsError, template_files
@@ -100,7 +97,6 @@ def _no_module(module: str) -> UserError:
 
 # Of T0REPRO_TEMPLATES: like a module, each is registered once.
 _registered_files: set[str] = set()
-_said: set[str] = set()  # a command may load its tasks twice
 
 
 def load_tasks(
@@ -144,15 +140,15 @@ def load_tasks(
         for path in templates:
             try:
                 register_templates(path)
+                left_out_files.pop(str(path), None)
             except NoRowsError as error:
                 # The variable may stand for all of a user's work, and the modules need other rows.
                 if path not in named or not modules:
                     raise
                 named = [each for each in named if each != path]
-                note = f"note: {path}, of {TEMPLATES_VARIABLE}, is left out. {error}"
-                if note not in _said:
-                    say(note)
-                    _said.add(note)
+                if str(path) not in left_out_files:  # a command may load its tasks twice
+                    say(f"note: {path}, of {TEMPLATES_VARIABLE}, is left out: {error.what}")
+                left_out_files[str(path)] = error
     _registered_files.update(named)
 
 

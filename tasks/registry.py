@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -17,6 +18,7 @@ from t0repro.tasks.mixture_checks import check_alike, check_seqio_rates
 from t0repro.tasks.source import PromptedRows
 from t0repro.tasks.task import ADDS_EOS, SCORE_EVAL_SUFFIX, PromptedTask, TaskDescription
 from t0repro.tasks.vocabulary import VocabularyFile
+from t0repro.words import some
 
 if TYPE_CHECKING:
     import seqio
@@ -290,10 +292,14 @@ def _check_is_one(name: str, option: str) -> None:
     """Raises UserError for several mixtures or tasks: names with commas between them, a pattern."""
     if mark := re.search(r"[,*?\[]", name):
         what = "several names" if mark[0] == "," else "a pattern"
+        matched = []
+        with contextlib.suppress(re.error):
+            matched = [each for each in registered_tasks() if re.fullmatch(name, each)]
         raise UserError(
             f"{name!r} is {what}, and one mixture or task is taken at a time.",
             where=option,
-            fix='Give one at a time, or a mixture of them: docs/tasks.md, "Mixtures".',
+            fix='Give one at a time, or a mixture of them: docs/tasks.md, "Mixtures".'
+            + (f" It matches {some(matched, 5)}." if matched else ""),
         )
 
 
@@ -301,7 +307,23 @@ def how_to_register(name: str, nearest: str) -> str:
     """The fix for a name of tasks that no imported module registers; `nearest` lists others."""
     if name.startswith(("demo_", "synthetic_")) and DEMO_MODULE not in sys.modules:
         return f"The demo's tasks need --module_import {DEMO_MODULE}, in Python its import."
-    return f"Nearest: {nearest}. For your own tasks add --module_import, or set T0REPRO_TEMPLATES."
+    datasets = {each for task in prompted_tasks().values() for each in _labels(task)}
+    if dataset := next((each for each in datasets if each.replace("/", "_") == name), None):
+        said = f"It is a dataset, whose tasks `t0repro tasks ls --dataset {dataset}` lists. "
+    else:
+        said = ""
+    return f"{said}Nearest: {nearest}. {how_to_register_own()}"
+
+
+# Files of T0REPRO_TEMPLATES whose tasks are not registered, since their rows are missing -> why.
+left_out_files: dict[str, UserError] = {}
+
+
+def how_to_register_own() -> str:
+    """The fix for tasks of the user's that are not registered."""
+    for path, error in left_out_files.items():
+        return f"Of T0REPRO_TEMPLATES, {path} is left out: {error.what} {error.fix}"
+    return "For your own tasks add --module_import, or set T0REPRO_TEMPLATES."
 
 
 def _nearest(name: str, mixtures: Iterable[str]) -> str:

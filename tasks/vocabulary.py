@@ -181,7 +181,7 @@ def named_vocabulary(address: str | os.PathLike[str] | None) -> VocabularyFile:
     path = storage.local_path(address)
     if path != BYTES and not is_address(path) and not Path(path).is_file():
         where = "--vocab, or vocabulary in Python"
-        _refuse_other_paths(path, where)
+        refuse_other_paths(path, where)
         raise UserError(
             f"There is no vocabulary {path}.",
             where=where,
@@ -491,7 +491,7 @@ def local_copy(address: str) -> str:
         if not Path(address).is_file():
             given = os.environ.get(VOCABULARY_VARIABLE)
             where = f"{VOCABULARY_VARIABLE}={given}" if given == address else address
-            _refuse_other_paths(address, where)
+            refuse_other_paths(address, where)
             raise UserError("The vocabulary is missing.", where=where, fix=_advice(address))
         return address
     copy = _find_cached_path(address)
@@ -503,7 +503,7 @@ def local_copy(address: str) -> str:
     return str(copy)
 
 
-def _refuse_other_paths(path: str, where: str) -> None:
+def refuse_other_paths(path: str, where: str) -> None:
     """Raises UserError if a path is a folder, `bytes` misspelt, or begins with the shell's `~`."""
     check_home(path, where)
     if similar_names(path.lower(), [BYTES]):

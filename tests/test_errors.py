@@ -11,6 +11,7 @@ from t0repro.reports.run import find_evaluation
 
 def test_a_path_that_does_not_exist_is_answered_with_the_nearest_one(tmp_path, monkeypatch):
     (tmp_path / "demo" / "model").mkdir(parents=True)
+    (tmp_path / "demo" / "model" / "run_state.json").touch()
     (tmp_path / "demo" / "report.json").touch()
     for wrong, near in (
         ("demo/modle", "demo/model"),
@@ -20,6 +21,10 @@ def test_a_path_that_does_not_exist_is_answered_with_the_nearest_one(tmp_path, m
     ):
         where = wrong.format(tmp_path) if "{}" in wrong else str(tmp_path / wrong)
         assert UserError("?", where=where, fix="Look.").fix == f"Look. Nearest: {tmp_path / near}."
+    # Only locked, as by the command that failed.
+    (tmp_path / "tiny2" / "inference").mkdir(parents=True)
+    (tmp_path / "tiny2" / "inference" / ".t0repro.lock").touch()
+    assert UserError("?", where=str(tmp_path / "tiny"), fix="Look.").fix == "Look."
     monkeypatch.chdir(tmp_path / "demo")
     assert UserError("?", where="--templates report.jsn").fix == "Nearest: report.json."
     (tmp_path / "demo" / "mine.gin").touch()

@@ -301,11 +301,19 @@ def tasks_to_train_on(data: SeqioDataConfig) -> list[Any]:
 
 def missing_split_error(name: str, split: str, where: str | None) -> UserError:
     """The error for a split that no task of a task or mixture has; `where` is its place."""
-    splits = sorted({each for task in find_tasks(name) for each in task.splits})
+    tasks = find_tasks(name)
+    splits = sorted({each for task in tasks for each in task.splits})
+    # Those that can be read here, unless there is none.
+    here = [
+        each
+        for each in splits
+        if len(missing_tasks(tasks, each, use_cached=False))
+        < sum(each in task.splits for task in tasks)
+    ]
     return UserError(
         f"No task of {name!r} has a split {split!r}.",
         where=where,
-        fix=f"Choose one of {', '.join(splits)}, or another task.",
+        fix=f"Choose one of {', '.join(here or splits)}, or another task.",
     )
 
 

@@ -40,8 +40,7 @@ from t0repro.runs.verified_figures import (
     compare_tables,
     compare_tasks,
 )
-from t0repro.tasks.registry import registered_tasks
-from t0repro.tasks.user_files import TEMPLATES_VARIABLE
+from t0repro.tasks.registry import how_to_register_own, registered_tasks
 from t0repro.words import counted, some
 
 if TYPE_CHECKING:
@@ -87,8 +86,7 @@ def verify(
         raise UserError(
             f"The report has tasks that are not registered: {some(unknown, 3)}.",
             where=str(path),
-            fix="Name the modules of the evaluation, --module_import MODULE, or set"
-            f" {TEMPLATES_VARIABLE} to its file of prompts.",
+            fix=how_to_register_own(),
         )
     yield from compare_tasks(report, eval_dir, step, records)
     yield from compare_figures(report, eval_dir, step, prompts)

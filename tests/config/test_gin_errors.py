@@ -90,6 +90,7 @@ def test_the_recipe_itself_is_a_run(tmp_path):
         ("run.train_steps = = 3", "not a gin statement", "mine.gin:21", "Correct"),
         ("d = gs://b/x", "statement: 'gs' is not a value.", "mine.gin:21", "in quotation marks"),
         ("d = ~/x", "statement: Unable to parse value.", "mine.gin:21", "in quotation marks"),
+        ("d =", "statement: Unable to parse value.", "mine.gin:21", "variable of the shell's"),
         ("d = a.b()", "'a' is not a value", "mine.gin:21", "Write @a.b(): gin calls"),
         ("d = true", "'true' is not a value", "mine.gin:21", "Write True"),
         ("d = no", "'no' is not a value", "mine.gin:21", "Write False"),

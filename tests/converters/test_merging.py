@@ -191,8 +191,25 @@ def test_an_adapter_and_a_whole_model_do_not_share_a_folder(own, tmp_path):
     convert(adapter, tmp_path / "peft", "peft")
     convert(merged, tmp_path / "hf", "hf")
     for source, folder, to in ((adapter, "hf", "peft"), (merged, "peft", "hf")):
-        with pytest.raises(UserError, match="cannot share a folder"):
+        with pytest.raises(UserError, match="would be mistaken for the other"):
             convert(source, tmp_path / folder, to, force=True)
+
+
+def test_a_folder_that_is_a_checkpoint_itself_gets_none_by_step_and_the_other_way_round(
+    own, tmp_path
+):
+    base, adapter, merged = own
+    convert(merged, tmp_path / "hf", "hf")
+    convert(merged, tmp_path / "jax", "jax")
+    for folder, to in (("hf", "jax"), ("hf", "mtf"), ("hf", "adapter"), ("jax", "hf")):
+        source = adapter if to == "adapter" else merged
+        with pytest.raises(UserError, match="would be mistaken for the other"):
+            convert(source, tmp_path / folder, to, force=True)
+    # By step they lie side by side, and the latest stands for all.
+    later = tmp_path / "jax" / "checkpoint_900"
+    shutil.copytree(finding.find_checkpoint(tmp_path / "jax").path, later)
+    said = convert(merged, tmp_path / "jax", "jax", force=True).notes
+    assert any(note.startswith(f"The folder stands for its latest step, {later}") for note in said)
 
 
 def test_an_adapter_is_inspected_as_one(own):

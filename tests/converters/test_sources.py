@@ -247,9 +247,12 @@ def test_a_step_must_be_a_number(mixed):
 
 def test_a_misspelled_path_is_answered_with_the_names_beside_it(mixed):
     wrong = str(mixed.parent / f"{mixed.name[:-1]}_")
-    with pytest.raises(UserError, match=f"no such file or folder. Nearest: {mixed}"):
+    with pytest.raises(UserError, match="no such file or folder") as error:
         find_checkpoint(wrong)
-    with pytest.raises(UserError, match=f"no such file or folder. Nearest: {mixed}\\."):
+    assert error.value.fix.endswith(f" Nearest: {mixed}.")
+    with pytest.raises(
+        UserError, match=f"or folder. There are checkpoints in {mixed}"
+    ):
         find_checkpoint(str(mixed / "pytorch_model.bin"))
 
 

@@ -20,7 +20,7 @@ from t0repro.tasks.checking import Verdict, check_tasks
 from t0repro.tasks.modules import load_tasks
 from t0repro.tasks.printing import print_checks
 from t0repro.tasks.readers import find_reader
-from t0repro.tasks.registry import prompted_mixtures, task_descriptions
+from t0repro.tasks.registry import find_named_tasks, prompted_mixtures, task_descriptions
 from t0repro.tasks.template_files import read_template_file
 from t0repro.tasks.template_registration import register_templates
 from t0repro.tasks.templates import Drop
@@ -661,7 +661,10 @@ def test_beside_modules_a_file_of_the_variable_without_rows_is_left_out_aloud(
     monkeypatch.setenv("T0REPRO_DATA_DIR", str(tmp_path))
     for _ in range(2):  # noted once
         load_tasks(["t0repro.tasks.demo"], into_seqio=False)
-    assert capsys.readouterr().err.count("is left out. There are no rows for") == 1
+    assert capsys.readouterr().err.count("is left out: There are no rows for") == 1
+    with pytest.raises(UserError, match="There is no mixture or task") as error:
+        find_named_tasks("my_reviews_was_it_good_", "--mixture")
+    assert f"{path} is left out: There are no rows for" in error.value.fix
     with pytest.raises(UserError, match="There are no rows for"):
         load_tasks([], into_seqio=False)
     monkeypatch.setenv("T0REPRO_DATA_DIR", str(data))  # the file was not taken as read

@@ -202,7 +202,7 @@ def _steps(path: str, step: Sequence[str] | None) -> Sequence[int | None]:
         raise UserError(
             f"{','.join(step)!r} is not a step.",
             where="--step",
-            fix="Give a number, several (100,200), or all.",
+            fix="Give a number, several (100,200), or all; the latest needs no --step.",
         ) from error
     # Now: the first step's scores would otherwise come hours before the news that the last is none.
     for number in numbers:

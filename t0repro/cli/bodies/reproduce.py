@@ -100,6 +100,13 @@ def run(asked: Asked, out: Path, *, devices: str | None, yes: bool, dry_run: boo
             where="NAME",
             fix=f"Name it with --checkpoint {asked.name}.",
         )
+    own = asked.checkpoint
+    if own is not None and not os.path.exists(own) and (near := released.names_like(own)):
+        raise UserError(
+            f"{own} is not a path but the name of a released checkpoint.",
+            where="--checkpoint",
+            fix=f"Leave the option out: t0repro reproduce {near[0]} --out {out}.",
+        )
     found = None if asked.name is None else released.find(asked.name)
     adapters = rank_eval.paths_by_label(asked.adapter)
     weights = out / "checkpoint"

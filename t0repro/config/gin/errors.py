@@ -225,6 +225,8 @@ def _fix_of_value(error: Exception) -> str | None:
         return None
     if token and (value := _PYTHON_VALUES.get(token[1].strip("'").lower())):
         return f"Write {value}: gin's values are Python's."
+    if re.search(r"(^|=)\s*$", error.text or ""):
+        return "Write a value after the =; a variable of the shell's may be empty."
     if _CURLY_QUOTES.search(error.text or ""):
         return "Write straight quotation marks: 'text'. Word processors make curly ones of them."
     if call := re.search(r"=\s*([\w./]+\(\))", error.text or ""):
@@ -258,7 +260,8 @@ def _place_in(text: str) -> str | None:
         return None
     if match["file"]:
         return f"{match['file']}:{match['line']}: {_short(match['text'])}"
-    return f"the command line: {_short(match['text'])!r}"
+    # A binding without a value ends the text.
+    return f"the command line: {_short(match['text'])!r}" if match["text"] else "the command line"
 
 
 def _place_of(error: Exception, file: str | None) -> str | None:
