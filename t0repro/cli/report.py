@@ -112,7 +112,7 @@ class RecordOptions:
 @app.command()
 @expand_groups
 def make(
-    eval_dir: Annotated[Path, typer.Argument(help="The <split>_eval folder to report on.")],
+    eval_dir: Annotated[Path, typer.Argument(help="The evaluation's folder, or the one above.")],
     out: Annotated[Path, typer.Option(callback=output, help="Folder for the three files.")],
     head: ReportHead,
     shown: ContentOptions,
@@ -157,6 +157,9 @@ def make(
         eval_dir, left_out = import_results(eval_dir, out)
         for task, why in left_out.items():
             echo(f"left out {task}: {why}", err=True)
+    else:
+        eval_dir, reported = find_evaluation(eval_dir)
+        step = reported if step is None else step
     # A mixture that was trained on is T0's unless another module is named.
     modules = modules_or_t0(module_import) if head.train_mixture else module_import or ()
     prompts = prompts_of_evaluations([eval_dir], modules)

@@ -55,22 +55,12 @@ def find_tasks(eval_dir: str | os.PathLike[str]) -> dict[str, list[int]]:
     tasks = [name.removesuffix("_targets") for name in names if name.endswith("_targets")]
     if not tasks:
         refuse_without_scores(folder)
-        below = sorted({str(path.parent) for path in folder.glob("*_eval*/*_targets")})
-        fix = (
-            "`t0repro rank-eval --checkpoint MODEL --mixture MIXTURE --out DIR` writes them and a"
-            " report. t5_mesh_transformer's score_eval.gin writes them, with"
-            " eval_model.output_eval_examples left on."
-        )
-        if below:
-            fix = f"Name the folder of one evaluation: {', '.join(below)}."
-        elif (folder / "run_state.json").is_file():
-            fix = f"It is a training run's folder: t0repro rank-eval --checkpoint {folder}."
-        elif any(folder.glob("**/samples_*.jsonl")):
-            fix = "Read lm-evaluation-harness's results with t0repro report make --from lm-eval."
         raise UserError(
             "The folder holds no evaluation outputs (no file ends in _targets).",
             where=str(folder),
-            fix=fix,
+            fix="`t0repro rank-eval --checkpoint MODEL --mixture MIXTURE --out DIR` writes them and"
+            " a report. t5_mesh_transformer's score_eval.gin writes them, with"
+            " eval_model.output_eval_examples left on.",
         )
     predictions = [name for name in names if name.endswith("_predictions")]
     decoded = find_decoded_tasks(folder)

@@ -100,6 +100,8 @@ def find_evaluation(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
         what, fix = "There is no evaluation here.", _FIX
         if any(path.parent.glob("*_targets")):
             fix = f"Name the folder above: {path.parent}."
+        elif any(path.glob("**/samples_*.jsonl")):
+            fix = "Read lm-evaluation-harness's results with t0repro report make --from lm-eval."
         if path.name.startswith(("checkpoint_", "model.ckpt-")):
             fix += " Checkpoints' tensors are compared by `t0repro checkpoint diff A B`."
     raise UserError(what, where=str(path), fix=fix)

@@ -131,7 +131,7 @@ def test_results_of_lm_eval_are_told_the_option_that_reads_them(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "samples_boolq_2024-01-01T00-00-00.jsonl").write_text("")
     with pytest.raises(UserError) as caught:
-        find_tasks(tmp_path)
+        find_evaluation(tmp_path)
     assert "--from lm-eval" in str(caught.value.fix)
 
 
@@ -144,13 +144,11 @@ def test_an_evaluation_of_seqios_metrics_is_told_what_writes_scores(tmp_path):
                 read(folder)
 
 
-def test_a_model_dir_in_place_of_an_evaluation_is_told_where_its_evaluations_are(tmp_path):
+def test_the_only_evaluation_in_a_folder_is_found_by_it(tmp_path):
     folder = tmp_path / "validation_eval"
     folder.mkdir()
     write_lines(folder / f"{TASK}_targets", OLD_NUMPY)
-    with pytest.raises(UserError) as refused:
-        find_tasks(tmp_path)
-    assert refused.value.fix == f"Name the folder of one evaluation: {folder}."
+    assert find_evaluation(tmp_path) == find_evaluation(folder) == (folder, None)
 
 
 def test_targets_without_predictions_are_a_users_mistake(tmp_path):
