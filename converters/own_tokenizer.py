@@ -22,6 +22,7 @@ from t0repro.tasks.vocabulary import (
     VOCABULARY_VARIABLE,
     VocabularyFile,
     check_equal,
+    is_here,
     model_of,
     named_vocabulary,
     processor_of,
@@ -29,6 +30,8 @@ from t0repro.tasks.vocabulary import (
 )
 from t0repro.words import some
 
+# The record of a training here, and where the vocabulary is in it.
+TRAINED_WITH, OTHER_SETTINGS, VOCABULARY = "trained_with.json", "may_change", "vocabulary"
 PIECES, _LLAMA_PIECES = "spiece.model", "tokenizer.model"
 TOKENIZER, SETTINGS, _ADDED = "tokenizer.json", "tokenizer_config.json", "added_tokens.json"
 _BYTE_PAIRS, _WORD_PIECES = ("vocab.json", "merges.txt"), "vocab.txt"
@@ -76,11 +79,32 @@ def own_vocabulary(checkpoint_folder: str) -> VocabularyFile | None:
         settings = _read(place, SETTINGS) if SETTINGS in names else {}
         if settings.get("tokenizer_class") == "ByT5Tokenizer":
             return VocabularyFile(BYTES)
-        if names.intersection(FILES):
+        if beside := names.intersection(FILES):
             default = named_vocabulary(None)
-            check_own_tokenizer([place], default)
+            try:
+                check_own_tokenizer([place], default)
+            except UserError as error:
+                if is_here(default):
+                    raise
+                raise UserError(
+                    f"Beside {' and '.join(sorted(beside))} there is no SentencePiece model, which"
+                    " is what is read.",
+                    where=place,
+                    fix=f"Copy the tokenizer's {PIECES} there, or name it: {VOCABULARY_VARIABLE},"
+                    " encode's --vocab, in Python vocabulary=.",
+                ) from error
             return default
-    return None
+    return _trained_with(checkpoint_folder)
+
+
+def _trained_with(folder: str) -> VocabularyFile | None:
+    """The vocabulary that a run here recorded, unless it is T5's, or its file is gone."""
+    if not storage.is_file(storage.join(folder, TRAINED_WITH)):
+        return None
+    settings = _read(folder, TRAINED_WITH).get(OTHER_SETTINGS, {})
+    address, extra_ids = settings.get(VOCABULARY) or ("", None)
+    is_file = address == BYTES or os.path.isfile(address or "")
+    return VocabularyFile(address, extra_ids) if is_file else None
 
 
 def check_own_tokenizer(folders: Sequence[str], *vocabularies: Any) -> bool:

@@ -404,7 +404,7 @@ def _parse(model: bytes) -> tuple[list[tuple[str, float, int]], bool, int, bytes
 def are_same(one: Any, other: Any) -> bool:
     """Whether two vocabularies give the same tokens and sentinels, wherever their files are."""
     # SeqIO compares addresses, and T5's vocabulary has several (docs/evidence/lab_log.md).
-    if _is_t5s(one) and _is_t5s(other) or (address_of(one) and _names(one) == _names(other)):
+    if _is_t5s(one) and _is_t5s(other) or (address_of(one) and names_of(one) == names_of(other)):
         return True
     # Compare the models: copies of one file under different names encode alike.
     digests = _digest(one), _digest(other)
@@ -413,7 +413,7 @@ def are_same(one: Any, other: Any) -> bool:
 
 def _digest(vocabulary: Any) -> str | None:
     """SHA-256 of a vocabulary's model; T5's own is not read for it."""
-    if _names(vocabulary) in _T5:
+    if names_of(vocabulary) in _T5:
         return _T5_DIGEST
     model = model_of(vocabulary)
     return None if model is None else hashlib.sha256(model).hexdigest()
@@ -437,7 +437,8 @@ def address_of(vocabulary: Any) -> str | None:
     return None if path is None else os.fspath(path)
 
 
-def _names(vocabulary: Any) -> tuple[str | None, int | None]:
+def names_of(vocabulary: Any) -> tuple[str | None, int | None]:
+    """The `address_of` a vocabulary, and the number of sentinels that it was given."""
     # Ours derive `extra_ids` from the file, which need not be read here.
     ours = hasattr(vocabulary, "given_ids")
     return address_of(vocabulary), vocabulary.given_ids if ours else vocabulary.extra_ids
@@ -450,7 +451,7 @@ _T5_DIGEST = "839ffa4b9afae8d77834a88b87781849aa021975d6063dec6085633fcaf7171c"
 
 
 def _is_t5s(vocabulary: Any) -> bool:
-    return _names(vocabulary) in _T5
+    return names_of(vocabulary) in _T5
 
 
 # Pieces of the other vocabularies that T5's authors released, sentinels included.
@@ -473,7 +474,7 @@ def local_copy_of(vocabulary: VocabularyFile) -> VocabularyFile:
 
 def shown(vocabulary: Any) -> str:
     """A vocabulary as messages name it."""
-    address, extra_ids = _names(vocabulary)
+    address, extra_ids = names_of(vocabulary)
     name = address or type(vocabulary).__name__
     return name if extra_ids is None else f"{name} (extra_ids={extra_ids})"
 

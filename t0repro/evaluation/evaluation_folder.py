@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -225,7 +226,11 @@ def _finds_results_to_remove(
     if not claims and (unclaimed := _find_unclaimed(out)):
         differences = [f"it does not say what its {unclaimed} is of"]
     if differences and not force:
-        only_step = bool(claims) and not any(_differences(each, compared, True) for each in claims)
+        # Of another run, a step beside these would show as one of its own.
+        paths = (str(each.get("path")).rstrip("/") for each in (*claims, claim))
+        runs = {re.sub(r"/(checkpoint_|model[.]ckpt-)\d+$", "", path) for path in paths}
+        differ = any(_differences(each, compared, True) for each in claims)
+        only_step = len(runs) == 1 and not differ
         raise UserError(
             f"This folder holds another evaluation: {'; '.join(differences)}.",
             where=str(out),

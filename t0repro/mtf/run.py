@@ -63,7 +63,7 @@ def run(flags: Any, configuration: Configuration | None) -> None:
                 network = T5(config.model, config.dtypes)
                 shapes = state_shapes(network, make_optimizer(config.optimizer))
             # Now, because Mesh TensorFlow restores inside its Estimator, out of reach of a check.
-            check(shapes)
+            check(shapes)()
         _run(flags, None if configuration is None else configuration.inputs)
 
 

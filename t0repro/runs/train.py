@@ -41,7 +41,7 @@ from t0repro.training.metrics import (
     Writer,
     sum_trained,
 )
-from t0repro.training.model_dir import check_steps_left
+from t0repro.training.model_dir import Check, check_steps_left
 from t0repro.training.models import model_of
 from t0repro.training.optimizers import make_optimizer, skips_nan
 from t0repro.training.partitioner import Partitioner
@@ -70,7 +70,7 @@ def train(
     open_writers: Callable[[int], OpenWriter] | None = None,
     describe: Describe | None = None,
     vocabularies: tuple[Any, Any] = (None, None),
-    check: Callable[[TrainState], None] | None = None,
+    check: Check | None = None,
 ) -> TrainState:
     """Trains until the global step reaches config.train_steps and returns the last state.
 
@@ -160,8 +160,7 @@ def train(
     feed = Feed(batches, config.batch_size, model, partitioning)
 
     # ---- Restore --------------------------------------------------------------------------------
-    if check is not None:
-        check(shapes)
+    record = None if check is None else check(shapes)
     restoring = time.perf_counter()
     start = restore_or_create(config, shapes, fresh, restore_from)
     seconds = time.perf_counter() - restoring
@@ -181,6 +180,8 @@ def train(
     if start.step >= end_step and not evaluations.still_due(plan, start, evaluated):
         say(nothing)
         return fresh(start.state) if start.is_new else start.state
+    if record is not None:
+        record()
     if describe is not None and is_first():
         describe(shapes, partitioning)
 

@@ -28,6 +28,7 @@ from t0repro.converters.adapter_files import (
     AdapterReader,
     is_adapter,
 )
+from t0repro.converters.own_tokenizer import OTHER_SETTINGS, TRAINED_WITH, VOCABULARY
 from t0repro.converters.tensors import CheckpointReader, CheckpointRef, compare_shapes
 from t0repro.errors import UserError
 from t0repro.parameters import naming
@@ -35,6 +36,8 @@ from t0repro.parameters.shape import ALL_HEURISTIC
 from t0repro.partitioning.processes import enter_in_first, is_first
 from t0repro.progress import say
 from t0repro.storage import explain_errors, lock_folder, output_path, write_atomically
+from t0repro.tasks.availability import find_registered
+from t0repro.tasks.vocabulary import names_of
 from t0repro.training.train_state import (
     TrainState,
     check_parameters,
@@ -43,7 +46,6 @@ from t0repro.training.train_state import (
 from t0repro.words import some
 
 Backend = Literal["mtf", "jax"]
-RECORD = "trained_with.json"
 # Fields of ModelConfig that may change between runs in a folder: they concern only the loss or
 # dropout, which is said, or memory use, and `norm_names` only a spelling.
 _SAID = frozenset(
@@ -51,7 +53,9 @@ _SAID = frozenset(
     + ["loss_on_targets_only", "choice_loss"]
 )
 _MAY_CHANGE = _SAID | {"recompute", "scan_layers", "norm_names"}
-_OTHERS = "may_change"  # the record's entry of settings that are compared only to say a change
+
+# Raises UserError unless a state of these shapes can be trained; returns what records the run.
+Check = Callable[[TrainState | None], Callable[[], None]]
 
 
 @contextlib.contextmanager
@@ -61,12 +65,12 @@ def lock_for_training(
     config: TrainRun | None,
     *,
     allow_changed: bool = False,
-) -> Iterator[Callable[[TrainState | None], None]]:
+) -> Iterator[Check]:
     """Locks model_dir while training, after checking what it holds.
 
     Yields the last check, to be called with the shapes of the state that is about to be trained, or
-    None if they are not known: the checkpoint must have that state's slots. Then the check records
-    the run's settings.
+    None if they are not known: the checkpoint must have that state's slots. The check returns the
+    function that records the run's settings, to be called once nothing else can refuse the run.
 
     Args:
       model_dir: a folder or an address; created if it does not exist.
@@ -87,20 +91,22 @@ def lock_for_training(
             reader = check_model_dir(model_dir, backend, config, allow_changed=allow_changed)
             yield
 
-    def check(shapes: TrainState | None) -> None:
+    def check(shapes: TrainState | None) -> Callable[[], None]:
+        if is_first() and reader is not None and shapes is not None and not allow_changed:
+            check_slots(reader, shapes)
+        return record
+
+    def record() -> None:
         if config is None or not is_first():
             return
-        if reader is not None and shapes is not None and not allow_changed:
-            check_slots(reader, shapes)
-        # Only now: a run that is refused, or has no step left, must leave the record of what
-        # trained the checkpoints.
+        # A run with no step left leaves the record of what trained the checkpoints.
         refs = finding.list_checkpoints(model_dir)
         last = max((ref.step or 0 for ref in refs), default=-1)
         if config.plan.relative_steps is None and last >= config.train_steps:
             return
-        with explain_errors(path := output_path(model_dir) / RECORD):
+        with explain_errors(path := output_path(model_dir) / TRAINED_WITH):
             _say_changes(path, config)
-            settings = {**_settings(config), _OTHERS: _other_settings(config)}
+            settings = {**_settings(config), OTHER_SETTINGS: _other_settings(config)}
             write_atomically(path, json.dumps(settings, indent=1) + "\n")
 
     with enter_in_first(lock_and_check):
@@ -151,7 +157,7 @@ def check_model_dir(
         reader = AdapterReader(ref)
         if not allow_changed:
             _check_step(ref, reader)
-            _check_record(output_path(model_dir) / RECORD, config)
+            _check_record(output_path(model_dir) / TRAINED_WITH, config)
         reader.check_shape(config.model.adapter, config.model.shape)
         return None if of_optax else reader
     reader = None if of_optax else _open(ref, backend)
@@ -160,7 +166,7 @@ def check_model_dir(
     if not allow_changed:
         _check_step(ref, reader)
         if config is not None:
-            _check_record(output_path(model_dir) / RECORD, config)
+            _check_record(output_path(model_dir) / TRAINED_WITH, config)
     return reader
 
 
@@ -302,13 +308,25 @@ def _other_settings(config: TrainRun) -> dict[str, Any]:
         "plan.random_seed": config.plan.random_seed,
         "schedule.name": schedule and schedule.name,
         "schedule.arguments": schedule and schedule.arguments,
+        VOCABULARY: _vocabulary(config),
     }
     return json.loads(json.dumps(settings))
 
 
+def _vocabulary(config: TrainRun) -> tuple[str | None, int | None] | None:
+    """The file, and the number of sentinels, of the vocabulary that a run's tasks have."""
+    data = config.plan.train_data
+    for task in find_registered(data and data.mixture_or_task_name):
+        feature = task.output_features.get("targets")
+        if feature is not None:
+            path, extra_ids = names_of(feature.vocabulary)
+            return os.path.abspath(path) if path and os.path.isfile(path) else path, extra_ids
+    return None
+
+
 def _say_changes(path: Path, config: TrainRun) -> None:
     """Says which of these settings differ from those of the run's last start."""
-    before, now = _read_record(path).get(_OTHERS, {}), _other_settings(config)
+    before, now = _read_record(path).get(OTHER_SETTINGS, {}), _other_settings(config)
     if changes := _list_changes(before, now, config):
         say(f"note: changed since the last start in this folder: {changes}")
 

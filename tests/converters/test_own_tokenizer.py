@@ -15,7 +15,7 @@ from sentencepiece import sentencepiece_model_pb2 as pb
 from t0repro import score
 from t0repro.converters.convert import convert
 from t0repro.converters.hf_files import read_pieces, tokenizer_files
-from t0repro.converters.own_tokenizer import check_own_tokenizer
+from t0repro.converters.own_tokenizer import check_own_tokenizer, own_vocabulary
 from t0repro.errors import UserError
 from t0repro.parameters.shape import ModelShape
 from t0repro.tasks.demo.datasets import VOCABULARY
@@ -51,6 +51,31 @@ def test_the_same_pieces_pass_with_and_without_sentinels(tmp_path, names):
         assert check_own_tokenizer([str(tmp_path)], vocabulary)
     inside = write_vocabulary(tmp_path / "inside", pieces=PIECES + 100, inside=100)
     assert check_own_tokenizer([str(tmp_path)], VocabularyFile(str(inside)))
+
+
+def test_a_tokenizer_without_its_sentencepiece_model_is_said_to_lack_it(tmp_path, monkeypatch):
+    monkeypatch.delenv("T0REPRO_VOCAB", raising=False)
+    monkeypatch.setattr("t0repro.tasks.vocabulary.local_copy", no_network)
+    save_tokenizer(tmp_path, VOCABULARY, "tokenizer.json", "tokenizer_config.json")
+    with pytest.raises(UserError, match="there is no SentencePiece model") as error:
+        own_vocabulary(str(tmp_path))
+    assert "spiece.model" in error.value.fix and "--vocab" in error.value.fix
+
+
+def no_network(address):
+    raise UserError("The vocabulary cannot be reached.", where=address)
+
+
+def test_a_run_here_records_its_vocabulary(tmp_path):
+    recorded = {"may_change": {"vocabulary": [str(VOCABULARY), 100]}}
+    (tmp_path / "trained_with.json").write_text(json.dumps(recorded))
+    assert own_vocabulary(str(tmp_path)) == VocabularyFile(str(VOCABULARY), 100)
+    for other in ([str(tmp_path / "gone.model"), 100], ["gs://bucket/a.model", 0], None):
+        recorded["may_change"]["vocabulary"] = other
+        (tmp_path / "trained_with.json").write_text(json.dumps(recorded))
+        assert own_vocabulary(str(tmp_path)) is None
+    (tmp_path / "trained_with.json").write_text("{}")  # of an earlier version
+    assert own_vocabulary(str(tmp_path)) is None
 
 
 def test_a_folder_without_a_tokenizer_says_nothing(tmp_path):

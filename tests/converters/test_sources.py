@@ -250,9 +250,7 @@ def test_a_misspelled_path_is_answered_with_the_names_beside_it(mixed):
     with pytest.raises(UserError, match="no such file or folder") as error:
         find_checkpoint(wrong)
     assert error.value.fix.endswith(f" Nearest: {mixed}.")
-    with pytest.raises(
-        UserError, match=f"or folder. There are checkpoints in {mixed}"
-    ):
+    with pytest.raises(UserError, match=f"or folder. There are checkpoints in {mixed}"):
         find_checkpoint(str(mixed / "pytorch_model.bin"))
 
 

@@ -243,6 +243,12 @@ def test_steps_share_a_folder_only_if_told_to_and_only_with_the_same_settings(
     other = save_model(tmp_path / "other", seed=1, step=8)
     with pytest.raises(UserError, match=r"step 7 \(.*\), not step 8 \(.*other") as refused:
         evaluate(other, out)
+    assert "--add_step" not in refused.value.fix  # of another run
+    (claim,) = (out / "scores").glob("step_7.json")
+    as_of_it = json.loads(claim.read_text()) | {"path": str(tmp_path / "other" / "checkpoint_7")}
+    claim.write_text(json.dumps(as_of_it))
+    with pytest.raises(UserError, match=r"step 7 \(.*\), not step 8 \(.*other") as refused:
+        evaluate(other, out)
     assert "--add_step keeps the other steps" in refused.value.fix
     fewer, all_inputs = (dataclasses.replace(SETTINGS, limit=limit) for limit in (2, None))
     for settings, said in ((fewer, "2"), (all_inputs, "none")):

@@ -325,7 +325,7 @@ def train_records(out: Path) -> None:
     from t0repro.training.model_dir import lock_for_training
 
     with lock_for_training(out, "jax", run_config(out, 2)) as check:
-        check(None)
+        check(None)()
         with contextlib.closing(JsonLines(out / "metrics.jsonl", start_step=0)) as lines:
             for step in range(1, 101):
                 lines.write({"split": "train", "step": step, "loss": 0.5})

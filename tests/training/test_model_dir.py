@@ -84,7 +84,7 @@ def test_a_change_of_what_may_change_is_said_where_the_run_goes_on(model_dir):
         said = []
         config = tiny.run_config(model_dir, 4, **changes)
         with heard_by(said.append), lock_for_training(model_dir, "jax", config) as check:
-            check(None)
+            check(None)()
         return [line for line in said if "changed since" in line]
 
     softer = dataclasses.replace(tiny.MODEL, dropout_rate=0.1)
