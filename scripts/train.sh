@@ -8,7 +8,8 @@
 #   MODEL_DIR, CACHE_DIR   where the run goes; where scripts/cache.sh put the tasks
 #   MODULE, MIXTURE_NAME   what registers the tasks (a,b); which of them to train on
 #   MODEL_GIN              the model: a file of gin/ or of t5's, or a checkpoint's operative_config.gin
-#   INIT_CHECKPOINT        a checkpoint to start from (.../model.ckpt-<step>), if model_dir has none
+#   INIT_CHECKPOINT        a checkpoint to start from, if model_dir has none: with --backend=jax of any format,
+#                          else .../model.ckpt-<step>
 #   TRAIN_STEPS            the global step to train to
 #   TOKENS_PER_BATCH, INPUTS_LENGTH, TARGETS_LENGTH
 #

@@ -317,7 +317,8 @@ def _vocabulary(config: TrainRun) -> tuple[str | None, int | None] | None:
     """The file, and the number of sentinels, of the vocabulary that a run's tasks have."""
     data = config.plan.train_data
     for task in find_registered(data and data.mixture_or_task_name):
-        feature = task.output_features.get("targets")
+        # A decoder-only model's tasks may have no inputs.
+        feature = task.output_features.get("inputs") or task.output_features.get("targets")
         if feature is not None:
             path, extra_ids = names_of(feature.vocabulary)
             return os.path.abspath(path) if path and os.path.isfile(path) else path, extra_ids

@@ -482,6 +482,12 @@ class _Shaped(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
+_GIN_FILES = (
+    "Give the gin files of the model that the checkpoint was trained with: --gin_file, MODEL_GIN of"
+    " scripts/train.sh. `t0repro convert` writes operative_config.gin for a model without any."
+)
+
+
 def check_parameters(
     tree: Mapping[str, _Shaped], shapes: Mapping[str, tuple[int, ...]], where: str
 ) -> None:
@@ -499,7 +505,7 @@ def check_parameters(
             f"The checkpoint lacks {len(missing)} of the model's {len(shapes)} parameters, for"
             f" instance {missing[0]}; {len(extra)} of its own are not in the model.",
             where=where,
-            fix="Give the gin files of the model that the checkpoint was trained with.",
+            fix=_GIN_FILES,
         )
     for path, shape in shapes.items():
         found = tuple(tree[naming.PARAMETERS + path].shape)
@@ -513,7 +519,7 @@ def check_parameters(
                 where=where,
                 fix="Give the vocabulary that the checkpoint was trained with."
                 if vocabulary
-                else "Give the gin files of the model that the checkpoint was trained with.",
+                else _GIN_FILES,
             )
 
 
