@@ -115,6 +115,8 @@ def gate(command: str, *, show_unexpected: bool = False) -> Iterator[ErrorHandli
     except Exception as error:
         if settings.debug:
             raise
+        if any(isinstance(cause, BrokenPipeError) for cause in _causes(error)) and _is_unread():
+            _end_unread(command, settings)
         if _was_interrupted(error):  # a library answered Ctrl-C with an error of its own
             _end_interrupted(command, settings.how_to_continue)
         mistake = find_user_error(error)
@@ -207,6 +209,15 @@ def _end_interrupted(command: str, how_to_continue: str) -> None:
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
     print(f"\n{command}: interrupted.\n  fix: {how_to_continue}", file=sys.stderr, flush=True)
     sys.exit(INTERRUPTED)
+
+
+def _is_unread() -> bool:
+    """Whether nobody reads the output any more; a pipe of another kind may have broken."""
+    try:
+        print(flush=True)
+    except BrokenPipeError:
+        return True
+    return False
 
 
 def _end_unread(command: str, settings: ErrorHandling) -> None:

@@ -29,6 +29,7 @@ from t0repro.tasks.metrics import metric_names
 from t0repro.tasks.prompt_cache.folders import read_skipped
 from t0repro.tasks.prompt_cache.provenance import check_caches
 from t0repro.tasks.registry import (
+    DEMO_MODULE,
     DescribedTask,
     cache_dirs,
     find_tasks,
@@ -372,6 +373,8 @@ def _check_cached(name: str, split: str, tasks: Sequence[Any]) -> None:
         command = f"t0repro cache {selection} --cache_dir {target}"
     else:
         command = f"seqio_cache_tasks --tasks='{','.join(missing)}' --output_cache_dir={target}"
+    demo = missing[0].startswith("demo_")
+    modules = f" --module_import {DEMO_MODULE}" if demo else ", with this run's --module_import"
     skipped = {task for folder in searched for task in read_skipped(folder)}
     above = (os.path.dirname(folder.rstrip("/")) for folder in searched)
     holder = next((x for x in above if storage.is_directory(storage.join(x, missing[0]))), None)
@@ -384,7 +387,7 @@ def _check_cached(name: str, split: str, tasks: Sequence[Any]) -> None:
         )
     else:
         fix = (
-            f"{command}, with this run's --module_import. Name the folder with"
+            f"{command}{modules}. Name the folder with"
             " --additional_task_cache_dirs; or read without a cache:"
             " mesh_train_dataset_fn.use_cached = False, in an evaluation mesh_eval_dataset_fn's;"
             " or, for rank-eval, no --cache_dir."

@@ -161,7 +161,9 @@ def read_status(model_dir: Path) -> dict[Point, PointProgress]:
         raise UserError(
             "There are no auxiliary jobs here.",
             where=str(model_dir),
-            fix="Give the folder of a training run beside which `t0repro aux` runs or has run.",
+            fix=f"Give {model_dir.parent}."
+            if model_dir.name == FOLDER and (model_dir / JOURNAL).exists()
+            else "Give the folder of a training run beside which `t0repro aux` runs or has run.",
         )
     return dict(sorted(JobJournal(folder).progress.items()))
 

@@ -103,7 +103,10 @@ def find_evaluation(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
         elif any(path.glob("**/samples_*.jsonl")):
             fix = "Read lm-evaluation-harness's results with t0repro report make --from lm-eval."
         if path.name.startswith(("checkpoint_", "model.ckpt-")):
-            fix += " Checkpoints' tensors are compared by `t0repro checkpoint diff A B`."
+            fix += (
+                " Checkpoints' tensors are compared by `t0repro checkpoint diff A B`; two steps of"
+                " an evaluation by naming it twice, with --step A --step B."
+            )
     raise UserError(what, where=str(path), fix=fix)
 
 

@@ -70,7 +70,8 @@ def infer(plan: InferRun, describe: Callable[[], None] = lambda: None) -> list[P
 
     Raises:
       UserError: If there is no checkpoint, it does not fit the model, the task's vocabulary is
-        not the model's, no task has the split, or a task's split has no example.
+        not the model's, no task has the split, a task's split has no example, or the folder has
+        complete outputs of another checkpoint or of other settings.
     """
     check_inference(plan, starts=True)
     name = plan.data.mixture_or_task_name
@@ -91,9 +92,7 @@ def infer(plan: InferRun, describe: Callable[[], None] = lambda: None) -> list[P
     if others:
         left_out = counted(others, "task")
         print(f"left out: {left_out} without a split {plan.data.split!r}", file=sys.stderr)
-    # Read these first: if the checkpoint is replaced meanwhile, its outputs are rebuilt next time.
-    known = (own_path(ref), identity(ref)) if ref else (None, None)
-    jobs = [_TaskJob(plan, task, *known) for task in tasks]
+    jobs = _jobs(plan, tasks, ref)
     # Evaluate this once: it computes the digests of complete files.
     unfinished = [job for job in jobs if not job.is_completed()]
     if unfinished and ref is None:
@@ -110,6 +109,20 @@ def infer(plan: InferRun, describe: Callable[[], None] = lambda: None) -> list[P
             checkpoint = open_restored(plan, ref)
         job.run(checkpoint)
     return [job.output for job in jobs]
+
+
+def check_outputs(plan: InferRun) -> None:
+    """Raises UserError for complete outputs of another checkpoint or of other settings."""
+    ref = _choose_checkpoint(plan) if is_there(plan.restore) else None
+    tasks = tasks_with_split(plan.data.mixture_or_task_name, plan.data.split)
+    for job in _jobs(plan, tasks, ref):
+        job.is_completed()
+
+
+def _jobs(plan: InferRun, tasks: Sequence[Any], ref: CheckpointRef | None) -> list[_TaskJob]:
+    # Read these first: if the checkpoint is replaced meanwhile, its outputs are rebuilt next time.
+    known = (own_path(ref), identity(ref)) if ref else (None, None)
+    return [_TaskJob(plan, task, *known) for task in tasks]
 
 
 def _choose_checkpoint(plan: InferRun) -> CheckpointRef:
@@ -134,7 +147,11 @@ class _TaskJob:
         self._chunks = folder / f"tmp-{task.name}-{shard}"
 
     def is_completed(self) -> bool:
-        """Whether an earlier run completed the output, as one file or as unmerged chunks."""
+        """Whether an earlier run completed the output, as one file or as unmerged chunks.
+
+        Raises:
+          UserError: If it is another checkpoint's, or of other settings.
+        """
         if self._plan.merge:
             complete = _is_complete(self.output)
         else:
@@ -145,9 +162,14 @@ class _TaskJob:
         recorded, now = _lines_of(self.output)[1:], self._describe_identity()
         if recorded == now:
             return True
-        what = "made from another checkpoint or with other settings"
-        if recorded[:1] == now[:1]:
-            what = f"{self._checkpoint} has changed since"
+        if recorded[:1] != now[:1]:
+            raise UserError(
+                "This output is complete, and was made from another checkpoint or with other"
+                " settings.",
+                where=str(self.output),
+                fix="Bind another INFER_OUTPUT_DIR, or remove what is there.",
+            )
+        what = f"{self._checkpoint} has changed since"
         print(f"note: {self.output}: {what}; done again", file=sys.stderr)
         return False
 

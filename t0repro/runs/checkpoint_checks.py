@@ -83,6 +83,24 @@ def check_checkpoints(
         yield f"{ref.path} ({ref.format}): {_fit(ref, restore, model, model_from)}"
 
 
+def _fix_of_shapes(
+    ref: CheckpointRef, stored: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]
+) -> str:
+    """What to do about parameters that are missing or of other shapes."""
+    from t0repro.converters.model_files import T5X_CONFIG
+
+    embedding = "target/token_embedder/embedding"
+    rows, wanted = (tuple(each.get(embedding, ())) for each in (stored, expected))
+    if rows[1:] == wanted[1:] and rows[:1] != wanted[:1]:
+        return f"Bind network.T5Config.vocab_size = {rows[0]}, and the vocabulary of its training."
+    own = ref.beside(T5X_CONFIG)
+    named = f", {own}," if storage.is_file(own) else ""
+    return (
+        f"Choose the gin file of the model that it was trained with{named} or map its names with"
+        " utils.RestoreCheckpointConfig.assignment_map."
+    )
+
+
 def _fit(
     ref: CheckpointRef, restore: RestoreConfig, model: ModelConfig, model_from: str | None
 ) -> str:
@@ -123,8 +141,7 @@ def _fit(
             )
             + f".{both_sizes(stored, expected)}",
             where=f"{ref.path}; the model: {model_from}" if model_from else str(ref.path),
-            fix="Choose the gin file of the model that it was trained with, or map its names with"
-            " utils.RestoreCheckpointConfig.assignment_map.",
+            fix=_fix_of_shapes(ref, stored, expected),
         )  # fmt: skip
     initialized = [name for name in expected if name not in filled]
     return (

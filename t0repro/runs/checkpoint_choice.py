@@ -23,7 +23,7 @@ from t0repro.evaluation.opened import Checkpoint, load_on_devices
 from t0repro.model.t5 import T5, evaluation_shapes, parameter_shapes
 from t0repro.partitioning.devices import choose, describe_devices
 from t0repro.partitioning.processes import broadcast_from_first
-from t0repro.progress import Waiting
+from t0repro.progress import Waiting, say
 from t0repro.training.run_state import describe_run
 
 # As in tf.train.checkpoints_iterator.
@@ -85,7 +85,10 @@ def _present(config: CheckpointRun) -> list[Any]:
         asked = (wanted,) if isinstance(wanted, int) else tuple(map(int, wanted or ()))
         # find_closest: a requested step that is missing stands for the nearest one that exists.
         if choice.find_closest and by_step:
-            asked = {min(by_step, key=lambda there: abs(there - step)) for step in asked}
+            closest = {step: min(by_step, key=lambda there: abs(there - step)) for step in asked}
+            for step in [step for step in closest if closest[step] != step]:
+                say(f"note: there is no checkpoint of step {step}; {closest[step]} is the closest")
+            asked = closest.values()
         steps = sorted(step for step in set(asked) if step in by_step)
     if not steps:
         there = ", ".join(map(str, sorted(by_step))) or "none"

@@ -45,6 +45,17 @@ def test_characters_that_the_terminal_lacks_are_escaped(monkeypatch):
     assert (ended.returncode, ended.stdout) == (0, "caf\xe9 \\u20ac \\udce9\n")
 
 
+def test_output_that_nobody_reads_ends_work_with_how_to_go_on_and_another_pipe_does_not():
+    unread = "os.close(1); r, w = os.pipe(); os.close(r); os.dup2(w, 1)\n"
+    work = "settings.long_work = True\n"
+    ended = run_program(f"{unread}{work}print('step 1', flush=True)")
+    assert ended.returncode == 1
+    assert ended.stderr == "it: the program that read its output has ended.\n  fix: Go on so.\n"
+    assert run_program(f"{unread}print('step 1', flush=True)").returncode == 0
+    other = run_program("r, w = os.pipe(); os.close(r); os.write(w, b'a')")
+    assert other.returncode == 1 and "BrokenPipeError" in other.stderr
+
+
 def test_a_working_folder_that_was_removed_is_named():
     code = (
         "import os, tempfile\n"
@@ -140,7 +151,7 @@ def pressed():
             "t0repro.cli.bodies.rank_eval.open_checkpoint",
             "pairs that are scored already are kept",
         ),
-        ("report make E --out DIR", "t0repro.cli.report.prompts_of_evaluations", ""),
+        ("report make E --out DIR", "t0repro.cli.report.find_evaluation", ""),
         ("compare A B", "t0repro.cli.compare.find_evaluation", ""),
         (
             "checkpoint fetch t5.1.1.lm100k.xl --to DIR",

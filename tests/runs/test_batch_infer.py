@@ -199,8 +199,12 @@ def test_a_damaged_file_is_not_believed_and_written_again(
     assert len(calls) == (12 if merge else 8)
 
 
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 @pytest.mark.parametrize("merge", [True, False])
-def test_a_complete_result_of_another_checkpoint_or_other_settings_is_made_again(
+def test_a_complete_result_of_another_checkpoint_or_other_settings_is_not_replaced(
     checkpoint, few, tmp_path, capsys, merge
 ):
     def results(path, **changes):
@@ -214,10 +218,11 @@ def test_a_complete_result_of_another_checkpoint_or_other_settings_is_made_again
     first, _ = results(checkpoint)
     again, said = results(f"{checkpoint}/")
     assert again == first and "already complete" in said
-    _, said = results(other)
-    assert "made from another checkpoint" in said
-    more, said = results(other, all_inputs=True)
-    assert "with other settings; done again" in said and more != first
+    before = contents(tmp_path / "out")
+    for path, changes in ((other, {}), (checkpoint, {"all_inputs": True})):
+        with pytest.raises(UserError, match="complete, and was made from another checkpoint"):
+            results(path, **changes)
+    assert contents(tmp_path / "out") == before
     shutil.rmtree(other)
     assert "already complete" in results(other)[1]
 

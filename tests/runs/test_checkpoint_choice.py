@@ -46,9 +46,12 @@ def test_all_are_those_beyond_skip_until_which_is_zero_unless_bound(model_dir):
     assert steps(model_dir, "all", skip_until=10) == [20, 30]
 
 
-def test_the_latest_a_step_and_several_steps_stand_for_the_nearest_there(model_dir):
+def test_the_latest_a_step_and_several_steps_stand_for_the_nearest_there(model_dir, capsys):
     assert steps(model_dir, -1) == [30]
+    assert steps(model_dir, 10) == [10] and capsys.readouterr().err == ""
     assert steps(model_dir, 22) == [20]
+    said = "note: there is no checkpoint of step 22; 20 is the closest"
+    assert capsys.readouterr().err.splitlines() == [said]
     assert steps(model_dir, (29, 31, 1)) == [0, 30]
 
 

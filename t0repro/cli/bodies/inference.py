@@ -62,6 +62,7 @@ def infer(parsed: Parsed, options: T5xOptions) -> None:
     register(parsed, options, [plan.data], lambda: _why_not_alone(plan))
     if options.dry_run:
         check_inference(plan, typer.echo)
+        batch_infer.check_outputs(plan)
         return
     # Several shards may run at the same time in one folder.
     shard = output_path(plan.output_dir) / f".shard-{plan.shard_id:05}-of-{plan.num_shards:05}"

@@ -273,6 +273,13 @@ _FORMS = {
     "MIXTURE_OR_TASK_NAME": "\"'NAME'\"",
 }
 
+# Macros that T5X's files might have, and have not -> what they bind.
+_BOUND = {
+    "LEARNING_RATE": "utils.create_learning_rate_scheduler.base_learning_rate",
+    "WARMUP_STEPS": "utils.create_learning_rate_scheduler.warmup_steps",
+    "SAVE_PERIOD": "utils.SaveCheckpointConfig.period",
+}
+
 
 def _check_macros(reached: Iterable[Reference], bindings: Bindings) -> list[str]:
     """Refuses macros that the program reads but nothing sets.
@@ -293,6 +300,7 @@ def _check_macros(reached: Iterable[Reference], bindings: Bindings) -> list[str]
             overrides="--gin",
             is_shipped=lambda place: place.startswith(str(shipped_files())),
             known=bindings.macros,
+            bind_instead=_BOUND,
         )
     lines = []
     for name in missing:
