@@ -273,7 +273,7 @@ def test_each_feature_is_compared_in_its_own_vocabulary(of_two_vocabularies):
     said = []
     with heard_by(said.append):
         check_caches([of_two_vocabularies], SPLIT)
-    assert len(said) == 1 and "3 examples of each" in said[0]
+    assert len(said) == 1 and "3 examples of integrity_two" in said[0]
 
 
 def test_a_cache_without_provenance_is_warned_of(cache, capsys):
@@ -282,7 +282,7 @@ def test_a_cache_without_provenance_is_warned_of(cache, capsys):
     if (cache / "provenance.json").exists():
         assert said == ""
     else:
-        assert f"which vocabulary {NAME} was cached with" in said and "agree" in said
+        assert f"examples of {NAME} were compared with their text, and agree" in said
 
 
 def test_rows_that_changed_since_are_said_and_stop_a_further_run_of_cache(

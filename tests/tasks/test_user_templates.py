@@ -538,7 +538,7 @@ def test_seqio_caches_ones_own_prompts_and_both_read_the_cache_as_it_renders(
     )
     assert "my_mixture: 1 of 2 tasks" in printed
     assert "Left out: my_reviews_write_one (not cached)" in printed
-    assert "which vocabulary my_reviews_was_it_good_ was cached with" in printed
+    assert "examples of my_reviews_was_it_good_ were compared with their text" in printed
     assert "step 2 of 2" in printed and (tmp_path / "model" / "checkpoint_2").is_dir()
 
 
