@@ -16,7 +16,12 @@ import numpy as np
 
 from t0repro import storage
 from t0repro.converters import adapter_files, hf, jax_tree, model_gin, staging
-from t0repro.converters.adapter_files import AdapterNote, MergedReader, check_is_adapter
+from t0repro.converters.adapter_files import (
+    AdapterNote,
+    MergedReader,
+    check_is_adapter,
+    is_adapter,
+)
 from t0repro.converters.conversion import (
     Cast,
     Conversion,
@@ -32,6 +37,7 @@ from t0repro.converters.conversion import (
 from t0repro.converters.finding import checkpoint_at, find_checkpoint, list_checkpoints
 from t0repro.converters.jax_tree import JaxReader
 from t0repro.converters.model_files import arithmetic_source, check_run_files
+from t0repro.converters.own_tokenizer import TRAINED_WITH
 from t0repro.converters.sources import (
     check_checkpoint,
     check_optimizer,
@@ -147,6 +153,9 @@ def convert(
     return _write(reader, report, conversion, destination, files)
 
 
+_OF_A_RUN = ("run_state.json", TRAINED_WITH)
+
+
 def _check_stands_for_it(folder: str, to: Target) -> None:
     """Refuses a folder that would stand for another checkpoint than the one to be written into it.
 
@@ -156,15 +165,24 @@ def _check_stands_for_it(folder: str, to: Target) -> None:
         return
     alone = ("hf", "peft")
     itself, within = checkpoint_at(folder), list_checkpoints(folder)
-    held = itself if itself is not None and itself.format in alone else None
-    if held is None and to in alone and within:
+    held = itself if itself is not None and itself.format in alone and itself.format != to else None
+    if within and (to in alone or is_adapter(within[-1]) != (to == "adapter")):
         held = within[-1]
-    if held is not None and held.format != to:
+    if held is not None:
+        kind = "adapter" if is_adapter(held) else held.format
         raise UserError(
-            f"The folder holds a checkpoint of the format {held.format}; one of the format {to} in"
-            " it would be mistaken for the other.",
+            f"The folder holds a checkpoint of the format {kind}; one of the format {to} in it"
+            " would be mistaken for the other.",
             where=held.path,
             fix="Name another folder.",
+        )
+    if any(storage.is_file(storage.join(folder, name)) for name in _OF_A_RUN):
+        raise UserError(
+            "A training run keeps its checkpoints in this folder, and would continue from what is"
+            " written.",
+            where=folder,
+            fix="Name another folder. A run starts from a checkpoint of any format by"
+            " utils.run.init_checkpoint, in T5X's dialect utils.RestoreCheckpointConfig.path.",
         )
 
 

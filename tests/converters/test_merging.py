@@ -201,8 +201,10 @@ def test_a_folder_that_is_a_checkpoint_itself_gets_none_by_step_and_the_other_wa
     base, adapter, merged = own
     convert(merged, tmp_path / "hf", "hf")
     convert(merged, tmp_path / "jax", "jax")
-    for folder, to in (("hf", "jax"), ("hf", "mtf"), ("hf", "adapter"), ("jax", "hf")):
-        source = adapter if to == "adapter" else merged
+    convert(adapter, tmp_path / "adapter", "adapter")
+    into = [("hf", "jax"), ("hf", "mtf"), ("hf", "adapter"), ("jax", "hf"), ("jax", "adapter")]
+    for folder, to in (*into, ("adapter", "jax"), ("adapter", "mtf"), ("adapter", "peft")):
+        source = adapter if to in ("adapter", "peft") else merged
         with pytest.raises(UserError, match="would be mistaken for the other"):
             convert(source, tmp_path / folder, to, force=True)
     # By step they lie side by side, and the latest stands for all.
@@ -210,6 +212,9 @@ def test_a_folder_that_is_a_checkpoint_itself_gets_none_by_step_and_the_other_wa
     shutil.copytree(finding.find_checkpoint(tmp_path / "jax").path, later)
     said = convert(merged, tmp_path / "jax", "jax", force=True).notes
     assert any(note.startswith(f"The folder stands for its latest step, {later}") for note in said)
+    (tmp_path / "jax" / "run_state.json").touch()
+    with pytest.raises(UserError, match="A training run keeps its checkpoints in this folder"):
+        convert(merged, tmp_path / "jax", "jax", force=True)
 
 
 def test_an_adapter_is_inspected_as_one(own):
