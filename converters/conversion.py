@@ -433,7 +433,8 @@ def _plan_hf(
         notes.append(pieces.note)
     if not tokenizer and not tokenizer_of(arithmetic_source(reader.ref), None):
         notes.append(
-            "There are no tokenizer files; --vocab FILE (a SentencePiece model) adds them."
+            "There are no tokenizer files; convert's --vocab FILE (a SentencePiece model) adds"
+            " them."
         )
     return Conversion(
         outputs, lambda path: SafetensorsWriter(path, outputs), norm_names, small, tuple(notes)

@@ -94,10 +94,10 @@ def own_vocabulary(checkpoint_folder: str) -> VocabularyFile | None:
                     " encode's --vocab, in Python vocabulary=.",
                 ) from error
             return default
-    return _trained_with(checkpoint_folder)
+    return trained_vocabulary(checkpoint_folder)
 
 
-def _trained_with(folder: str) -> VocabularyFile | None:
+def trained_vocabulary(folder: str) -> VocabularyFile | None:
     """The vocabulary that a run here recorded, unless it is T5's, or its file is gone."""
     if not storage.is_file(storage.join(folder, TRAINED_WITH)):
         return None

@@ -305,22 +305,28 @@ def _check_is_one(name: str, option: str) -> None:
 
 def how_to_register(name: str, nearest: str) -> str:
     """The fix for a name of tasks that no imported module registers; `nearest` lists others."""
-    if name.startswith(("demo_", "synthetic_")) and DEMO_MODULE not in sys.modules:
-        return f"The demo's tasks need --module_import {DEMO_MODULE}, in Python its import."
+    if _is_demos(name):
+        return how_to_register_own(name)
     datasets = {each for task in prompted_tasks().values() for each in _labels(task)}
     if dataset := next((each for each in datasets if each.replace("/", "_") == name), None):
         said = f"It is a dataset, whose tasks `t0repro tasks ls --dataset {dataset}` lists. "
     else:
         said = ""
-    return f"{said}Nearest: {nearest}. {how_to_register_own()}"
+    return f"{said}Nearest: {nearest}. {how_to_register_own(name)}"
+
+
+def _is_demos(name: str) -> bool:
+    return name.startswith(("demo_", "synthetic_")) and DEMO_MODULE not in sys.modules
 
 
 # Files of T0REPRO_TEMPLATES whose tasks are not registered, since their rows are missing -> why.
 left_out_files: dict[str, UserError] = {}
 
 
-def how_to_register_own() -> str:
-    """The fix for tasks of the user's that are not registered."""
+def how_to_register_own(name: str) -> str:
+    """The fix for a task of the demo's or the user's that is not registered."""
+    if _is_demos(name):
+        return f"The demo's tasks need --module_import {DEMO_MODULE}, in Python its import."
     for path, error in left_out_files.items():
         return f"Of T0REPRO_TEMPLATES, {path} is left out: {error.what} {error.fix}"
     return "For your own tasks add --module_import, or set T0REPRO_TEMPLATES."

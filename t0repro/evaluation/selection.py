@@ -254,8 +254,12 @@ def check_fits(
       UserError: if there are too few rows; if the tokenizer beside the checkpoint has other pieces;
         or, without one, if there are more rows than padding explains.
     """
-    from t0repro.converters.own_tokenizer import PIECES, check_own_tokenizer
+    from t0repro.converters.own_tokenizer import PIECES, check_own_tokenizer, trained_vocabulary
 
+    or_beside = f" If it is this one, put a copy beside the checkpoint, as {PIECES}."
+    trained = next(filter(None, map(trained_vocabulary, folders)), None)
+    if fix == _FIX and trained is not None:
+        fix, or_beside = _FIX.replace(" (", f", {trained.address} (", 1), ""
     try:
         check_rows(vocabulary, rows, path, fix)
         is_compared = check_own_tokenizer(folders, vocabulary)
@@ -275,5 +279,5 @@ def check_fits(
             f"The checkpoint's embedding has {rows:,} rows, and the vocabulary"
             f" {vocabulary.vocab_size:,} pieces ({padded:,} when padded): {shown(vocabulary)}.",
             where=path,
-            fix=f"{fix} If it is this one, put a copy beside the checkpoint, as {PIECES}.",
+            fix=f"{fix}{or_beside}",
         )

@@ -79,14 +79,14 @@ def verify(
         raise UserError(
             "The evaluation did not record what is needed to compute its scores again.",
             where=str(eval_dir),
-            fix="Only what this version's rank-eval wrote can be verified. Start it again: with the"
-            " --out of one that was ended early, it continues and writes the report.",
+            fix="Only what this version's rank-eval wrote can be verified: t0repro rank-eval"
+            f" --checkpoint {report.provenance.checkpoint or 'MODEL'} --mixture MIXTURE --out DIR",
         )
     if unknown := sorted(records.keys() - set(registered_tasks())):
         raise UserError(
             f"The report has tasks that are not registered: {some(unknown, 3)}.",
             where=str(path),
-            fix=how_to_register_own(),
+            fix=how_to_register_own(unknown[0]),
         )
     yield from compare_tasks(report, eval_dir, step, records)
     yield from compare_figures(report, eval_dir, step, prompts)

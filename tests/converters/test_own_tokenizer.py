@@ -17,6 +17,7 @@ from t0repro.converters.convert import convert
 from t0repro.converters.hf_files import read_pieces, tokenizer_files
 from t0repro.converters.own_tokenizer import check_own_tokenizer, own_vocabulary
 from t0repro.errors import UserError
+from t0repro.evaluation.selection import check_fits
 from t0repro.parameters.shape import ModelShape
 from t0repro.tasks.demo.datasets import VOCABULARY
 from t0repro.tasks.vocabulary import BYTES, VocabularyFile
@@ -70,6 +71,9 @@ def test_a_run_here_records_its_vocabulary(tmp_path):
     recorded = {"may_change": {"vocabulary": [str(VOCABULARY), 100]}}
     (tmp_path / "trained_with.json").write_text(json.dumps(recorded))
     assert own_vocabulary(str(tmp_path)) == VocabularyFile(str(VOCABULARY), 100)
+    with pytest.raises(UserError, match="The vocabulary has 1,408 pieces") as error:
+        check_fits(VocabularyFile(str(VOCABULARY), 100), 1_000, "model", [str(tmp_path)])
+    assert f"trained with, {VOCABULARY} (T0REPRO_VOCAB" in error.value.fix
     for other in ([str(tmp_path / "gone.model"), 100], ["gs://bucket/a.model", 0], None):
         recorded["may_change"]["vocabulary"] = other
         (tmp_path / "trained_with.json").write_text(json.dumps(recorded))

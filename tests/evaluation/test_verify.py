@@ -63,7 +63,7 @@ def test_a_report_of_tasks_that_nobody_registered_asks_for_their_module(
     copied, prompts, monkeypatch
 ):
     monkeypatch.setattr(runs_verify, "registered_tasks", list)
-    fix = "--module_import MODULE, or set T0REPRO_TEMPLATES"
+    fix = "add --module_import, or set T0REPRO_TEMPLATES"
     with pytest.raises(UserError, match=f"not registered: demo_(.|\n)*{fix}"):
         found(copied, prompts)
 
