@@ -372,12 +372,13 @@ def _initial(path: str, inputs: RunInputs, jax: bool) -> str | None:
 
 def _stack_error(ref: CheckpointRef, what: str, master_dtype: str) -> UserError:
     """Returns the error for a checkpoint that Mesh TensorFlow would ignore or fail to read."""
+    rounded = f" (parameters are rounded to {master_dtype})" if master_dtype != "float32" else ""
     then = "with init_checkpoint = 'OUT'" if what == "init_checkpoint" else "with --model_dir=OUT"
     return UserError(
         f"{what} is a checkpoint of the format {ref.format}; Mesh TensorFlow reads only its own.",
         where=ref.path,
-        fix=f"t0repro convert {ref.path} OUT --to mtf --master_dtype {master_dtype}, then run"
-        f" {then}; or --backend=jax.",
+        fix=f"t0repro convert {ref.path} OUT --to mtf --master_dtype {master_dtype}{rounded}, then"
+        f" run {then}; or --backend=jax.",
     )
 
 

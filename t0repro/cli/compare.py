@@ -73,9 +73,10 @@ def compare(
     """
     given = [split_labeled_path(run) for run in runs]
     if len(given) < 2:
-        raise UserError(
-            "A comparison needs two runs or more.", fix="Name them, with blanks between them."
-        )
+        fix = "Name them, with blanks between them."
+        if len(step or ()) > 1:
+            fix = f"For steps of one run, name it for each: t0repro compare {runs[0]} {runs[0]} ..."
+        raise UserError("A comparison needs two runs or more.", fix=fix)
     paths = [path.resolve() for _, path in given]
     if twice := None if step else next((each for each in paths if paths.count(each) > 1), None):
         echo(f"note: {twice} is compared with itself", err=True)

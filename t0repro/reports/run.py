@@ -94,8 +94,10 @@ def find_evaluation(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
         what, fix = "There is no evaluation here.", f"Name one of those below: {some(below)}."
     elif (losses := path / "metrics.jsonl").is_file():
         what = "There is no evaluation here, only the metrics of a training run."
-        fix = f"To compare losses, name {losses}; for accuracies, evaluate the run first: t0repro"
-        fix += f" rank-eval --checkpoint {path}."
+        fix = (
+            f"For accuracies, name the --out folder of `t0repro rank-eval --checkpoint {path}"
+            f" --mixture MIXTURE --out DIR`; for losses, `t0repro compare {losses} B`."
+        )
     else:
         what, fix = "There is no evaluation here.", _FIX
         if any(path.parent.glob("*_targets")):

@@ -100,6 +100,8 @@ def test_a_command_that_there_is_not_is_answered_with_those_that_there_are(
 ):
     code, _, err = run(monkeypatch, capsys, *words)
     assert code == 2 and f"No such command {said}" in err
+    code, _, err = run(monkeypatch, capsys, "quickstart")
+    assert code == 2 and "bash scripts/quickstart.sh" in err
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,9 @@ def test_folders_of_trainings_are_told_which_files_hold_their_losses(tmp_path):
     for name in ("mtf", "jax"):
         (tmp_path / name).mkdir()
         write_metrics(tmp_path / name / "metrics.jsonl", {1: 4.0})
-    with pytest.raises(UserError, match=f"To compare losses, name {tmp_path}/mtf/metrics.jsonl"):
+    with pytest.raises(
+        UserError, match=f"for losses, `t0repro compare {tmp_path}/mtf/metrics.jsonl B`"
+    ):
         invoke(tmp_path / "mtf", tmp_path / "jax")
     with pytest.raises(UserError, match="no such file or folder"):
         invoke(tmp_path / "mft", tmp_path / "jax")
