@@ -165,11 +165,13 @@ def _check_stands_for_it(folder: str, to: Target) -> None:
         return
     alone = ("hf", "peft")
     itself, within = checkpoint_at(folder), list_checkpoints(folder)
+    if to == "hf":
+        itself = adapter_files.peft_ref(folder) or itself
     held = itself if itself is not None and itself.format in alone and itself.format != to else None
     if within and (to in alone or is_adapter(within[-1]) != (to == "adapter")):
         held = within[-1]
     if held is not None:
-        kind = "adapter" if is_adapter(held) else held.format
+        kind = "adapter" if held is not itself and is_adapter(held) else held.format
         raise UserError(
             f"The folder holds a checkpoint of the format {kind}; one of the format {to} in it"
             " would be mistaken for the other.",

@@ -193,7 +193,8 @@ def _read_model(vocabulary: Path) -> tuple[bytes, Any, Any]:
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
 
-    refuse_other_paths(str(vocabulary), "--vocab")
+    if not vocabulary.is_file():
+        refuse_other_paths(str(vocabulary), "--vocab")
     try:
         content = vocabulary.read_bytes()
         model = sentencepiece_model_pb2.ModelProto.FromString(content)

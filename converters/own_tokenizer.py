@@ -7,6 +7,7 @@ something else to the model, and only these files show it.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -99,12 +100,13 @@ def own_vocabulary(checkpoint_folder: str) -> VocabularyFile | None:
 
 def trained_vocabulary(folder: str) -> VocabularyFile | None:
     """The vocabulary that a run here recorded, unless it is T5's, or its file is gone."""
-    if not storage.is_file(storage.join(folder, TRAINED_WITH)):
-        return None
-    settings = _read(folder, TRAINED_WITH).get(OTHER_SETTINGS, {})
-    address, extra_ids = settings.get(VOCABULARY) or ("", None)
-    is_file = address == BYTES or os.path.isfile(address or "")
-    return VocabularyFile(address, extra_ids) if is_file else None
+    # The record is the training's, which refuses a damaged one.
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        record = json.loads(storage.read(storage.join(folder, TRAINED_WITH)))
+        address, extra_ids = record[OTHER_SETTINGS][VOCABULARY]
+        if address == BYTES or os.path.isfile(address):
+            return VocabularyFile(address, extra_ids)
+    return None
 
 
 def check_own_tokenizer(folders: Sequence[str], *vocabularies: Any) -> bool:

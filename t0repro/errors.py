@@ -80,11 +80,11 @@ def _nearest_path(where: str, is_path: bool) -> str | None:
         return None
     with contextlib.suppress(OSError, ValueError):
         missing = path.rstrip(os.sep)
-        if re.search(r"(checkpoint_|model[.]ckpt-)\d+$", missing):
-            return None  # the nearest name is not that of the nearest step
         while missing and not os.path.lexists(missing):
             parent, name = os.path.split(missing)
             if os.path.isdir(parent or os.curdir):
+                if re.fullmatch(r"(checkpoint_|model[.]ckpt-)\d+", name):
+                    return None  # the nearest name is not that of the nearest step
                 beside = os.listdir(parent or os.curdir)
                 near = difflib.get_close_matches(name, beside, n=1, cutoff=0.75)
                 if not near or _is_empty(os.path.join(parent, near[0])):

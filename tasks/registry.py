@@ -327,9 +327,12 @@ def how_to_register_own(name: str) -> str:
     """The fix for a task of the demo's or the user's that is not registered."""
     if _is_demos(name):
         return f"The demo's tasks need --module_import {DEMO_MODULE}, in Python its import."
-    for path, error in left_out_files.items():
-        return f"Of T0REPRO_TEMPLATES, {path} is left out: {error.what} {error.fix}"
-    return "For your own tasks add --module_import, or set T0REPRO_TEMPLATES."
+    left_out = (
+        f" Of T0REPRO_TEMPLATES, {path} is left out: {error.what} {error.fix}"
+        for path, error in left_out_files.items()
+    )
+    own = "For your own tasks add --module_import, or set T0REPRO_TEMPLATES."
+    return f"{own}{next(left_out, '')}"
 
 
 def _nearest(name: str, mixtures: Iterable[str]) -> str:

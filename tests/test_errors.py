@@ -21,6 +21,10 @@ def test_a_path_that_does_not_exist_is_answered_with_the_nearest_one(tmp_path, m
     ):
         where = wrong.format(tmp_path) if "{}" in wrong else str(tmp_path / wrong)
         assert UserError("?", where=where, fix="Look.").fix == f"Look. Nearest: {tmp_path / near}."
+    # Of a step, the nearest name is not the nearest step; the folder above has one.
+    for wrong, near in (("demo/model/checkpoint_7", None), ("dmeo/model/checkpoint_7", "demo")):
+        fix = f"Look. Nearest: {tmp_path / near}." if near else "Look."
+        assert UserError("?", where=str(tmp_path / wrong), fix="Look.").fix == fix
     # Only locked, as by the command that failed.
     (tmp_path / "tiny2" / "inference").mkdir(parents=True)
     (tmp_path / "tiny2" / "inference" / ".t0repro.lock").touch()

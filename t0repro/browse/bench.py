@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -55,7 +56,9 @@ def dataset_of_file(path: Path) -> Dataset:
         fix = f"Name one: {', '.join(SUFFIXES)}."
         if path.is_dir():
             what = "is a folder"
-            if held := sorted(str(each) for each in path.rglob("*.*") if rows_suffix(each)):
+            near = (each for below in ("*.*", "*/*.*", "*/*/*.*") for each in path.glob(below))
+            held = sorted(str(each) for each in itertools.islice(near, 100) if rows_suffix(each))
+            if held:
                 fix = f"Name a file in it: {some(held)}."
         raise UserError(f"{path.name} {what}.", where=f"--rows {path}", fix=fix)
     if next(read_rows(path, 0, 1), None) is None:

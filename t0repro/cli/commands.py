@@ -139,8 +139,8 @@ class Group(_Parsing, TyperGroup):
                 about = f" {self.get_short_help_str(200)}" if ctx.parent else ""
                 also = _name_takers(_visible_options(self)) or about
                 said = "There are"
-            if word.replace("-", "").replace("_", "") in ("quickstart", "setup"):
-                ctx.fail(f"{args[0]} is a script of a checkout: bash scripts/{word}.sh")
+            if (script := re.sub("[-_]", "", word)) in ("quickstart", "setup"):
+                ctx.fail(f"{args[0]} is a script of a checkout: bash scripts/{script}.sh")
             listed = ", ".join(dict.fromkeys(near or self.commands))
             ctx.fail(f"No such command {args[0]!r}. {said} {listed}.{also}")
         _, command, rest = super().resolve_command(ctx, args)

@@ -14,6 +14,7 @@ import io
 import mmap
 import os
 import re
+import select
 import signal
 import sys
 import threading
@@ -213,10 +214,10 @@ def _end_interrupted(command: str, how_to_continue: str) -> None:
 
 def _is_unread() -> bool:
     """Whether nobody reads the output any more; a pipe of another kind may have broken."""
-    try:
-        print(flush=True)
-    except BrokenPipeError:
-        return True
+    asked = select.poll()
+    with contextlib.suppress(OSError, ValueError):  # it may be no file
+        asked.register(sys.stdout.fileno(), select.POLLOUT)
+        return any(event & select.POLLERR for _, event in asked.poll(0))
     return False
 
 

@@ -56,7 +56,7 @@ def evaluate(
     r"""Evaluate checkpoints with the metrics of SeqIO tasks, as T5X's gin files say.
 
     Results are below EVAL_OUTPUT_DIR/inference_eval: TensorBoard's events, metrics and predictions.
-    Checkpoints listed in its evaluated.json are skipped unless they have been replaced.
+    Checkpoints listed in evaluated.json there are skipped unless they have been replaced.
 
     Example:
       t0repro eval --gin_file t5x/examples/t5/t5_1_1/small.gin \

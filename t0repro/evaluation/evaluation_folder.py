@@ -230,7 +230,7 @@ def _finds_results_to_remove(
         paths = (str(each.get("path")).rstrip("/") for each in (*claims, claim))
         runs = {re.sub(r"/(checkpoint_|model[.]ckpt-)\d+$", "", path) for path in paths}
         differ = any(_differences(each, compared, True) for each in claims)
-        only_step = len(runs) == 1 and not differ
+        only_step = bool(claims) and len(runs) == 1 and not differ
         raise UserError(
             f"This folder holds another evaluation: {'; '.join(differences)}.",
             where=str(out),

@@ -91,7 +91,7 @@ def open_checkpoint(
 
     Args:
       path: the checkpoint.
-      step: the step to read, in the form that converters.sources.find_checkpoint takes.
+      step: the step to read, in the form that converters.finding.find_checkpoint takes.
       activation: dtype of the activations, and of the parameters that are cast to it anyway.
       model_parallelism: number of devices that share each layer.
 

@@ -34,6 +34,7 @@ from t0repro.tasks.user_files import data_is
 from t0repro.tasks.vocabulary import (
     VOCABULARY_VARIABLE,
     address_of,
+    are_same,
     check_rows,
     default_vocabulary,
     is_here,
@@ -256,10 +257,9 @@ def check_fits(
     """
     from t0repro.converters.own_tokenizer import PIECES, check_own_tokenizer, trained_vocabulary
 
-    or_beside = f" If it is this one, put a copy beside the checkpoint, as {PIECES}."
     trained = next(filter(None, map(trained_vocabulary, folders)), None)
     if fix == _FIX and trained is not None:
-        fix, or_beside = _FIX.replace(" (", f", {trained.address} (", 1), ""
+        fix = _FIX.replace(" (", f", {trained.address} (", 1)
     try:
         check_rows(vocabulary, rows, path, fix)
         is_compared = check_own_tokenizer(folders, vocabulary)
@@ -274,10 +274,11 @@ def check_fits(
         )
         raise UserError(error.what, where=error.where, fix=own_fix) from error
     padded = padded_rows(vocabulary.vocab_size)
+    is_compared |= trained is not None and are_same(vocabulary, trained)
     if not is_compared and rows > padded:
         raise UserError(
             f"The checkpoint's embedding has {rows:,} rows, and the vocabulary"
             f" {vocabulary.vocab_size:,} pieces ({padded:,} when padded): {shown(vocabulary)}.",
             where=path,
-            fix=f"{fix}{or_beside}",
+            fix=f"{fix} If it is this one, put a copy beside the checkpoint, as {PIECES}.",
         )

@@ -71,7 +71,7 @@ def infer(plan: InferRun, describe: Callable[[], None] = lambda: None) -> list[P
     Raises:
       UserError: If there is no checkpoint, it does not fit the model, the task's vocabulary is
         not the model's, no task has the split, a task's split has no example, or the folder has
-        complete outputs of another checkpoint or of other settings.
+        complete outputs of another checkpoint.
     """
     check_inference(plan, starts=True)
     name = plan.data.mixture_or_task_name
@@ -112,7 +112,7 @@ def infer(plan: InferRun, describe: Callable[[], None] = lambda: None) -> list[P
 
 
 def check_outputs(plan: InferRun) -> None:
-    """Raises UserError for complete outputs of another checkpoint or of other settings."""
+    """Raises UserError for complete outputs of another checkpoint."""
     ref = _choose_checkpoint(plan) if is_there(plan.restore) else None
     tasks = tasks_with_split(plan.data.mixture_or_task_name, plan.data.split)
     for job in _jobs(plan, tasks, ref):
@@ -150,7 +150,7 @@ class _TaskJob:
         """Whether an earlier run completed the output, as one file or as unmerged chunks.
 
         Raises:
-          UserError: If it is another checkpoint's, or of other settings.
+          UserError: If it is another checkpoint's.
         """
         if self._plan.merge:
             complete = _is_complete(self.output)
@@ -160,25 +160,28 @@ class _TaskJob:
         if not complete or self._identity is None:
             return complete
         recorded, now = _lines_of(self.output)[1:], self._describe_identity()
-        if recorded == now:
+        # Earlier versions did not write the path.
+        if recorded in (now, now[:2]):
             return True
-        if recorded[:1] != now[:1]:
+        is_of_it = recorded[2:3] == now[2:]
+        if len(recorded) > 1 and recorded[0] != now[0] and not is_of_it:
             raise UserError(
-                "This output is complete, and was made from another checkpoint or with other"
-                " settings.",
+                "This output is complete, and was made from another checkpoint.",
                 where=str(self.output),
                 fix="Bind another INFER_OUTPUT_DIR, or remove what is there.",
             )
-        what = f"{self._checkpoint} has changed since"
+        what = "made with other settings" if is_of_it else f"{self._checkpoint} has changed since"
+        if recorded[:1] == now[:1]:
+            what = f"{self._checkpoint} has changed since"
         print(f"note: {self.output}: {what}; done again", file=sys.stderr)
         return False
 
     def _describe_identity(self) -> list[str]:
-        """A digest of the checkpoint's path and the settings that matter; its identity."""
+        """A digest of checkpoint and settings; the checkpoint's identity; and its path."""
         # Not the parameters' digest: a run with nothing left to do should not have to read them.
         settings = {"checkpoint": self._checkpoint, **self._settings()}
         digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
-        return [digest, self._identity or ""]
+        return [digest, self._identity or "", self._checkpoint or ""]
 
     def _settings(self) -> dict[str, Any]:
         plan = self._plan

@@ -15,7 +15,7 @@ from t0repro.model.t5 import T5, parameter_shapes
 from t0repro.parameters import naming
 from t0repro.partitioning.devices import Partitioning, choose
 from t0repro.progress import say
-from t0repro.storage import is_file, make_folder, write_atomically
+from t0repro.storage import is_file, join, make_folder, write_atomically
 from t0repro.training.run_state import RUN_STATE_FILE
 from t0repro.training.train_state import TrainState
 
@@ -44,17 +44,20 @@ def describe_training(
     _write(model_dir, gin_text, model_info(state, partitioning))
 
 
+def is_of_a_run(folder: str) -> bool:
+    """Whether a training run has the folder, whose files say how its checkpoints compute."""
+    found = is_file(join(folder, RUN_STATE_FILE)) or bool(list_checkpoints(folder))
+    if found:
+        say(f"note: {folder} is a training run's; its config.gin and model-info.txt stay")
+    return found
+
+
 def describe_inference(plan: InferenceRun, gin_text: str) -> None:
     """Writes both files into the output folder of an evaluation or inference.
-
-    A training run's folder keeps its own, which say how its checkpoints compute.
 
     Raises:
       UserError: If the available devices cannot be arranged as the run's layout asks.
     """
-    if is_file(os.path.join(plan.output_dir, RUN_STATE_FILE)) or list_checkpoints(plan.output_dir):
-        say(f"note: {plan.output_dir} is a training run's; its config.gin and model-info.txt stay")
-        return
     model = T5(plan.model, plan.dtypes)
     parameters = parameter_shapes(model)
     step = jax.ShapeDtypeStruct((), np.int32)

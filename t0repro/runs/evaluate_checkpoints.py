@@ -102,6 +102,8 @@ class EvaluatedCheckpoints:
     def __init__(self, plan: EvalRun):
         # A training run's folder has an evaluated.json of its own.
         self.path = Path(plan.output_dir) / FOLDER / RECORD
+        # Earlier versions wrote it into the folder itself; the next evaluation moves it.
+        self._earlier = Path(plan.output_dir) / RECORD
         settings = {**plan.decisive(), "evaluator": dataclasses.asdict(plan.evaluator)}
         # Sort keys, so that equal settings give equal texts.
         self._settings = json.dumps(settings, sort_keys=True)
@@ -128,12 +130,13 @@ class EvaluatedCheckpoints:
             for key, known in done.items()
         ]
         write_with_checksum(self.path, {"evaluated": rows})
+        if read_with_checksum(self._earlier) is not None:
+            self._earlier.unlink()
 
     def _read(self) -> dict[str, dict[str, str | None]]:
         """Settings -> path -> identity, None in a record of a version that knew paths alone."""
         # Treat a damaged record as missing: its checkpoints are evaluated again.
-        # Earlier versions wrote it into the folder itself.
-        record = read_with_checksum(self.path) or read_with_checksum(self.path.parents[1] / RECORD)
+        record = read_with_checksum(self.path) or read_with_checksum(self._earlier)
         rows = (record or {"evaluated": []})["evaluated"]
         return {
             json.dumps(row["settings"], sort_keys=True): {

@@ -92,10 +92,11 @@ def train(
       open_writers: Given the step that training starts from, opens the writers of summaries; None
         writes metrics.jsonl alone.
       describe: Called with the state's shapes and the devices once a checkpoint is found to fit, in
-        the first process only.
+        the first process only, if there is a step left to train or an evaluation due.
       vocabularies: SeqIO's, of inputs and targets, for a user's model.
       check: Called with the state's shapes before a checkpoint is restored; raises a UserError if
-        the state in model_dir is of another kind (t0repro.training.model_dir).
+        the state in model_dir is of another kind; returns what records the run, called beside
+        `describe` (t0repro.training.model_dir).
 
     Raises:
       UserError: If the configuration cannot be trained, a checkpoint does not fit, or a loss is NaN

@@ -80,7 +80,7 @@ def verify(
             "The evaluation did not record what is needed to compute its scores again.",
             where=str(eval_dir),
             fix="Only what this version's rank-eval wrote can be verified: t0repro rank-eval"
-            f" --checkpoint {report.provenance.checkpoint or 'MODEL'} --mixture MIXTURE --out DIR",
+            f" --checkpoint {report.provenance.checkpoint or 'MODEL'} --mixture MIXTURE --out DIR.",
         )
     if unknown := sorted(records.keys() - set(registered_tasks())):
         raise UserError(

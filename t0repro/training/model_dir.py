@@ -100,10 +100,9 @@ def lock_for_training(
         if config is None or not is_first():
             return
         # A run with no step left leaves the record of what trained the checkpoints.
-        refs = finding.list_checkpoints(model_dir)
-        last = max((ref.step or 0 for ref in refs), default=-1)
-        if config.plan.relative_steps is None and last >= config.train_steps:
-            return
+        if finding.list_checkpoints(model_dir) and config.plan.relative_steps is None:
+            if (finding.find_checkpoint(model_dir).step or 0) >= config.train_steps:
+                return
         with explain_errors(path := output_path(model_dir) / TRAINED_WITH):
             _say_changes(path, config)
             settings = {**_settings(config), OTHER_SETTINGS: _other_settings(config)}
@@ -328,6 +327,7 @@ def _vocabulary(config: TrainRun) -> tuple[str | None, int | None] | None:
 def _say_changes(path: Path, config: TrainRun) -> None:
     """Says which of these settings differ from those of the run's last start."""
     before, now = _read_record(path).get(OTHER_SETTINGS, {}), _other_settings(config)
+    before.pop(VOCABULARY, None)  # the same one may have two addresses
     if changes := _list_changes(before, now, config):
         say(f"note: changed since the last start in this folder: {changes}")
 

@@ -74,12 +74,18 @@ def test_a_run_here_records_its_vocabulary(tmp_path):
     with pytest.raises(UserError, match="The vocabulary has 1,408 pieces") as error:
         check_fits(VocabularyFile(str(VOCABULARY), 100), 1_000, "model", [str(tmp_path)])
     assert f"trained with, {VOCABULARY} (T0REPRO_VOCAB" in error.value.fix
+    check_fits(VocabularyFile(str(VOCABULARY), 100), 32_128, "model", [str(tmp_path)])
     for other in ([str(tmp_path / "gone.model"), 100], ["gs://bucket/a.model", 0], None):
         recorded["may_change"]["vocabulary"] = other
         (tmp_path / "trained_with.json").write_text(json.dumps(recorded))
         assert own_vocabulary(str(tmp_path)) is None
-    (tmp_path / "trained_with.json").write_text("{}")  # of an earlier version
-    assert own_vocabulary(str(tmp_path)) is None
+    for text in (
+        "{}",
+        "{",
+        '{"may_change": {"vocabulary": "a"}}',
+    ):  # of an earlier version, damaged
+        (tmp_path / "trained_with.json").write_text(text)
+        assert own_vocabulary(str(tmp_path)) is None
 
 
 def test_a_folder_without_a_tokenizer_says_nothing(tmp_path):

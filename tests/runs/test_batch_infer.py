@@ -204,7 +204,7 @@ def contents(folder):
 
 
 @pytest.mark.parametrize("merge", [True, False])
-def test_a_complete_result_of_another_checkpoint_or_other_settings_is_not_replaced(
+def test_a_complete_result_of_another_checkpoint_is_kept_and_of_other_settings_made_again(
     checkpoint, few, tmp_path, capsys, merge
 ):
     def results(path, **changes):
@@ -219,10 +219,11 @@ def test_a_complete_result_of_another_checkpoint_or_other_settings_is_not_replac
     again, said = results(f"{checkpoint}/")
     assert again == first and "already complete" in said
     before = contents(tmp_path / "out")
-    for path, changes in ((other, {}), (checkpoint, {"all_inputs": True})):
-        with pytest.raises(UserError, match="complete, and was made from another checkpoint"):
-            results(path, **changes)
+    with pytest.raises(UserError, match="complete, and was made from another checkpoint"):
+        results(other)
     assert contents(tmp_path / "out") == before
+    more, said = results(checkpoint, all_inputs=True)
+    assert "made with other settings; done again" in said and more != first
     shutil.rmtree(other)
     assert "already complete" in results(other)[1]
 
@@ -253,6 +254,8 @@ def test_a_complete_result_of_a_checkpoint_that_was_replaced_is_made_again(
     # Another marker, such as T5X's, which is empty, does not say what a result was made from.
     (marker,) = (tmp_path / "out").glob("few*.COMPLETED")
     lines = marker.read_text().splitlines()
+    marker.write_text("\n".join(lines[:3]))  # an earlier version's, without the path
+    assert "already complete" in results()[1]
     for others in ([], lines[:1], lines[:2], [*lines, "more"]):
         marker.write_text("\n".join(others))
         again, said = results()

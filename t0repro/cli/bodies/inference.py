@@ -17,10 +17,10 @@ from t0repro.data.eval_examples import why_evaluation_needs_seqio, why_reading_n
 from t0repro.evaluation.evaluator import FOLDER
 from t0repro.partitioning.processes import enter_in_first, output_folder
 from t0repro.runs import batch_infer
-from t0repro.runs.description import describe_inference
+from t0repro.runs.description import describe_inference, is_of_a_run
 from t0repro.runs.evaluate_checkpoints import evaluate_checkpoints
 from t0repro.runs.preflight import check_inference
-from t0repro.storage import check_folder, lock_folder, output_path
+from t0repro.storage import check_folder, input_path, lock_folder, output_path
 
 Plan = TypeVar("Plan", bound=InferenceRun)
 
@@ -42,12 +42,13 @@ def evaluate(parsed: Parsed, options: T5xOptions, *, watch: bool, until: int | N
     results = output_path(plan.output_dir) / FOLDER
     fix = "Wait for it to end, or bind another EVAL_OUTPUT_DIR."
     with enter_in_first(lambda: lock_folder(results, "evaluation", fix=fix)):
+        describes = not is_of_a_run(plan.output_dir)
         plan = _separate_output(plan)
         evaluate_checkpoints(
             plan,
             watch=watch,
             until=until,
-            describe=lambda: describe_inference(plan, parsed.gin_text),
+            describe=lambda: describe_inference(plan, parsed.gin_text) if describes else None,
         )
 
 
@@ -62,14 +63,19 @@ def infer(parsed: Parsed, options: T5xOptions) -> None:
     register(parsed, options, [plan.data], lambda: _why_not_alone(plan))
     if options.dry_run:
         check_inference(plan, typer.echo)
-        batch_infer.check_outputs(plan)
+        batch_infer.check_outputs(
+            dataclasses.replace(plan, output_dir=str(input_path(plan.output_dir)))
+        )
         return
     # Several shards may run at the same time in one folder.
     shard = output_path(plan.output_dir) / f".shard-{plan.shard_id:05}-of-{plan.num_shards:05}"
     fix = "Wait for it to end, or bind another INFER_OUTPUT_DIR."
     with enter_in_first(lambda: lock_folder(shard, "inference", fix=fix)):
+        describes = not is_of_a_run(plan.output_dir)
         plan = _separate_output(plan)
-        batch_infer.infer(plan, lambda: describe_inference(plan, parsed.gin_text))
+        batch_infer.infer(
+            plan, lambda: describe_inference(plan, parsed.gin_text) if describes else None
+        )
 
 
 def _why_not_alone(plan: InferenceRun) -> str | None:

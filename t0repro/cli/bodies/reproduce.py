@@ -101,7 +101,9 @@ def run(asked: Asked, out: Path, *, devices: str | None, yes: bool, dry_run: boo
             fix=f"Name it with --checkpoint {asked.name}.",
         )
     own = asked.checkpoint
-    if own is not None and not os.path.exists(own) and (near := released.names_like(own)):
+    near = [own] if own in released.catalog() else released.names_like(own or "")
+    # A path or an address may end in such a name.
+    if own is not None and near and not os.path.exists(own) and (own == near[0] or "/" not in own):
         raise UserError(
             f"{own} is not a path but the name of a released checkpoint.",
             where="--checkpoint",
