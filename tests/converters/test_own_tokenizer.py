@@ -79,11 +79,8 @@ def test_a_run_here_records_its_vocabulary(tmp_path):
         recorded["may_change"]["vocabulary"] = other
         (tmp_path / "trained_with.json").write_text(json.dumps(recorded))
         assert own_vocabulary(str(tmp_path)) is None
-    for text in (
-        "{}",
-        "{",
-        '{"may_change": {"vocabulary": "a"}}',
-    ):  # of an earlier version, damaged
+    # Of an earlier version, and damaged ones.
+    for text in ("{}", "{", '{"may_change": {"vocabulary": "a"}}'):
         (tmp_path / "trained_with.json").write_text(text)
         assert own_vocabulary(str(tmp_path)) is None
 
