@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from t0repro import storage
 from t0repro.cli.commands import App
 from t0repro.cli.gin_options import GinOptions
 from t0repro.cli.groups import expand_groups
@@ -18,7 +19,7 @@ from t0repro.cloud.auxiliary import check_jobs, hand_on_skip_missing, make_contr
 from t0repro.cloud.auxiliary_options import AuxiliaryOptions
 from t0repro.converters.finding import find_checkpoint
 from t0repro.errors import UserError
-from t0repro.jobs.journal import HEADER, curves, read_status, rows, to_json
+from t0repro.jobs.journal import FOLDER, HEADER, curves, read_status, rows, to_json
 from t0repro.progress import Waiting, heard_by
 from t0repro.storage import check_address
 from t0repro.terminal import print_table, terminal
@@ -88,7 +89,10 @@ def aux(
             where="--auxiliary_job_mixtures",
             fix="Set T0REPRO_DATA_DIR to the folder of the datasets, or name other mixtures.",
         )
-    if once and read_run_state(model_dir) is None:
+    is_known = read_run_state(model_dir) is not None or storage.is_directory(
+        storage.join(model_dir, FOLDER)
+    )
+    if once and not is_known:
         find_checkpoint(model_dir)  # raises unless there is one, and says where there are others
     with heard_by(typer.echo):
         controller = make_controller(model_dir, jobs, inputs)
