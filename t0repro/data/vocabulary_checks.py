@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from t0repro import compat
 from t0repro.config.data import ByteVocabulary, PassThroughVocabulary, SentencePieceVocabulary
+from t0repro.config.run import TrainRun
 from t0repro.converters import own_tokenizer
 from t0repro.converters.tensors import CheckpointRef
 from t0repro.data.checks import check_mixture
 from t0repro.errors import UserError
 from t0repro.tasks import vocabulary as tasks_vocabulary
+from t0repro.tasks.availability import find_registered
 from t0repro.tasks.registry import find_tasks
 from t0repro.tasks.vocabulary import (
     BYTES,
@@ -21,6 +24,7 @@ from t0repro.tasks.vocabulary import (
     check_ids,
     default_vocabulary,
     local_copy_of,
+    names_of,
     shown,
 )
 
@@ -144,3 +148,15 @@ def _bindings(vocabulary: Any) -> str:
         f": {prefix}.sentencepiece_model_file = '{path}'"
         f" and {prefix}.extra_ids = {vocabulary.extra_ids}"
     )
+
+
+def vocabulary_of(config: TrainRun) -> tuple[str | None, int | None] | None:
+    """The file, and the number of sentinels, of the vocabulary that a run's tasks have."""
+    data = config.plan.train_data
+    for task in find_registered(data and data.mixture_or_task_name):
+        # A decoder-only model's tasks may have no inputs.
+        feature = task.output_features.get("inputs") or task.output_features.get("targets")
+        if feature is not None:
+            path, extra_ids = names_of(feature.vocabulary)
+            return os.path.abspath(path) if path and os.path.isfile(path) else path, extra_ids
+    return None

@@ -48,6 +48,7 @@ def run(flags: Any, configuration: Configuration | None) -> None:
     with contextlib.ExitStack() as held:
         if mode in ("train", "finetune") and is_on_this_disk(flags.model_dir):
             # Imported here because it imports JAX, which no other mode needs.
+            from t0repro.data.vocabulary_checks import vocabulary_of
             from t0repro.model.t5 import T5
             from t0repro.training.model_dir import lock_for_training
             from t0repro.training.optimizers import make_optimizer
@@ -56,7 +57,13 @@ def run(flags: Any, configuration: Configuration | None) -> None:
             found = None if configuration is None else configuration.run_or_refusal
             config = found if isinstance(found, TrainRun) else None
             check = held.enter_context(
-                lock_for_training(flags.model_dir, "mtf", config, allow_changed=flags.allow_changed)
+                lock_for_training(
+                    flags.model_dir,
+                    "mtf",
+                    config,
+                    allow_changed=flags.allow_changed,
+                    vocabulary=None if config is None else vocabulary_of(config),
+                )
             )
             shapes = None
             if config is not None and config.optimizer is not None:

@@ -11,6 +11,7 @@ from t0repro.config.run import TrainRun
 from t0repro.converters import finding
 from t0repro.converters.restoring import open_start
 from t0repro.data.train_data import make_train_eval_batches, train_batches
+from t0repro.data.vocabulary_checks import vocabulary_of
 from t0repro.evaluation.evaluator import infer_eval
 from t0repro.event_files import event_writer
 from t0repro.partitioning.processes import output_folder
@@ -45,7 +46,13 @@ def start_training(
     # Take the lock, and check that the settings match, before model_dir is read or written.
     with (
         resumable(),
-        lock_for_training(model_dir, "jax", config, allow_changed=allow_changed) as check,
+        lock_for_training(
+            model_dir,
+            "jax",
+            config,
+            allow_changed=allow_changed,
+            vocabulary=vocabulary_of(config),
+        ) as check,
     ):
         # Look only under the lock: before it, another run might still be saving here.
         resumed = bool(finding.list_checkpoints(model_dir))

@@ -36,8 +36,6 @@ from t0repro.parameters.shape import ALL_HEURISTIC
 from t0repro.partitioning.processes import enter_in_first, is_first
 from t0repro.progress import say
 from t0repro.storage import explain_errors, lock_folder, output_path, write_atomically
-from t0repro.tasks.availability import find_registered
-from t0repro.tasks.vocabulary import names_of
 from t0repro.training.train_state import (
     TrainState,
     check_parameters,
@@ -65,6 +63,7 @@ def lock_for_training(
     config: TrainRun | None,
     *,
     allow_changed: bool = False,
+    vocabulary: tuple[str | None, int | None] | None = None,
 ) -> Iterator[Check]:
     """Locks model_dir while training, after checking what it holds.
 
@@ -77,6 +76,7 @@ def lock_for_training(
       backend: see `check_model_dir`.
       config: see `check_model_dir`; None records nothing.
       allow_changed: see `check_model_dir`.
+      vocabulary: the tasks', for the record; see t0repro.data.vocabulary_checks.vocabulary_of.
 
     Raises:
       UserError: if another run holds the folder, or if a check raises one.
@@ -105,7 +105,8 @@ def lock_for_training(
                 return
         with explain_errors(path := output_path(model_dir) / TRAINED_WITH):
             _say_changes(path, config)
-            settings = {**_settings(config), OTHER_SETTINGS: _other_settings(config)}
+            others = {**_other_settings(config), VOCABULARY: vocabulary}
+            settings = {**_settings(config), OTHER_SETTINGS: others}
             write_atomically(path, json.dumps(settings, indent=1) + "\n")
 
     with enter_in_first(lock_and_check):
@@ -307,21 +308,8 @@ def _other_settings(config: TrainRun) -> dict[str, Any]:
         "plan.random_seed": config.plan.random_seed,
         "schedule.name": schedule and schedule.name,
         "schedule.arguments": schedule and schedule.arguments,
-        VOCABULARY: _vocabulary(config),
     }
     return json.loads(json.dumps(settings))
-
-
-def _vocabulary(config: TrainRun) -> tuple[str | None, int | None] | None:
-    """The file, and the number of sentinels, of the vocabulary that a run's tasks have."""
-    data = config.plan.train_data
-    for task in find_registered(data and data.mixture_or_task_name):
-        # A decoder-only model's tasks may have no inputs.
-        feature = task.output_features.get("inputs") or task.output_features.get("targets")
-        if feature is not None:
-            path, extra_ids = names_of(feature.vocabulary)
-            return os.path.abspath(path) if path and os.path.isfile(path) else path, extra_ids
-    return None
 
 
 def _say_changes(path: Path, config: TrainRun) -> None:
