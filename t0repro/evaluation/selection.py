@@ -274,8 +274,9 @@ def check_fits(
         )
         raise UserError(error.what, where=error.where, fix=own_fix) from error
     padded = padded_rows(vocabulary.vocab_size)
-    is_compared |= trained is not None and are_same(vocabulary, trained)
     if not is_compared and rows > padded:
+        if trained is not None and are_same(vocabulary, trained):
+            return
         raise UserError(
             f"The checkpoint's embedding has {rows:,} rows, and the vocabulary"
             f" {vocabulary.vocab_size:,} pieces ({padded:,} when padded): {shown(vocabulary)}.",
